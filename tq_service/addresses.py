@@ -1,4 +1,4 @@
-"""Parsing of service addresses, and readable causes of connection failures."""
+"""Parsing of service addresses, and readable explanations of connection failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CAUSES: Final = (
 def parse_address(address: str, name: str = "address", default_port: int = DEFAULT_PORT) -> str:
     """Normalize an address to gRPC's form, "host:port". If the port is missing, the default port is used.
 
-    To specify the controllers of a cluster, separate their addresses by commas.
+    To specify several controllers of a cluster, separate their addresses with commas.
 
     A host is a name, an IPv4 address, or an IPv6 address in brackets. The brackets may be omitted if the port is
     omitted. Targets in gRPC's own notation are also accepted: "dns:...", "ipv4:...", "ipv6:...", "unix:...",
@@ -59,7 +59,7 @@ def parse_address(address: str, name: str = "address", default_port: int = DEFAU
 
 
 def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
-    """Normalize a single address like `parse_address`, but without the address in error messages.
+    """Normalize one address as `parse_address` does, but omit the address from error messages.
 
     Raises:
         ValueError: the address is not valid.
@@ -80,7 +80,7 @@ def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
 
 
 def normal_addresses(addresses: str, default_port: int = DEFAULT_PORT) -> str:
-    """Normalize an address, or several addresses separated by commas, like `normal_address`.
+    """Normalize an address or a comma-separated list of addresses, as `normal_address` does.
 
     Raises:
         ValueError: an address is not valid.
@@ -101,7 +101,7 @@ def split_addresses(addresses: str) -> list[str]:
 def hosts_and_ports(address: str) -> list[tuple[str, int]]:
     """Return the (host, port) pairs in a gRPC address.
 
-    The list is empty for sockets, and for targets that only gRPC can resolve.
+    The list is empty for sockets and for targets that only gRPC can resolve.
     """
     if address.startswith(_LOCAL_SCHEMES):
         return []
@@ -119,9 +119,9 @@ def _host_and_port(text: str, default_port: int) -> str:
     scheme, separator, rest = text.partition("://")
     if separator:
         tls = "; enable TLS with tls= or TQ_TLS_CA" if scheme.lower() in {"https", "grpcs"} else ""
-        raise ValueError(f"{_EXPECTED}; leave out '{scheme}://'{' and the path' if '/' in rest else ''}{tls}")
+        raise ValueError(f"{_EXPECTED}; omit '{scheme}://'{' and the path' if '/' in rest else ''}{tls}")
     if "/" in text:
-        raise ValueError(f"{_EXPECTED}; leave out the path '/{text.partition('/')[2]}'")
+        raise ValueError(f"{_EXPECTED}; omit the path '/{text.partition('/')[2]}'")
     if _is_ip(text, 6):
         return f"[{text}]:{default_port}"
     if text.startswith("["):
@@ -136,10 +136,10 @@ def _host_and_port(text: str, default_port: int) -> str:
         raise ValueError(f"{_EXPECTED}; the host is missing")
     if host.isdecimal():
         raise ValueError(
-            f"{_EXPECTED}; a number is not a host" + ("" if colon else f"; did you mean 'localhost:{host}'?")
+            f"{_EXPECTED}; a host cannot be just a number" + ("" if colon else f"; did you mean 'localhost:{host}'?")
         )
     if not _HOST.fullmatch(host) or (host.replace(".", "").isdecimal() and not _is_ip(host, 4)):
-        raise ValueError(f"{_EXPECTED}; {host!r} is neither the name nor the IP address of a host")
+        raise ValueError(f"{_EXPECTED}; {host!r} is neither a valid host name nor an IP address")
     return f"{host}:{_port(port) if colon else default_port}"
 
 

@@ -1,4 +1,4 @@
-"""Turns for writes that wait for capacity, which prevent smaller writes from overtaking a large write forever."""
+"""Turns that prevent smaller writes from overtaking a large write forever while it waits for capacity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Waits(Protocol):
     """A write that is waiting for capacity.
 
     Attributes:
-        since: time at which the write began to wait or its last turn ended, on the clock of `AdmissionTurn`.
+        since: time at which the write began waiting or its last turn ended, on `AdmissionTurn`'s clock.
     """
 
     since: float

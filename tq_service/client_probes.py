@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 T = TypeVar("T")
 
 Note = tuple[str, tuple[Any, ...]]
-"""The name of a `Probe` method, with the arguments for a call to the method."""
+"""The name of a `Probe` method, and the arguments for a call to this method."""
 
 
 class Probe(Protocol):
@@ -44,7 +44,7 @@ class Probe(Protocol):
         ...
 
     def stepped(self, seconds: tuple[tuple[str, float], ...]) -> None:
-        """Record all or part of a trainer's step, as pairs of stage and seconds. Stages of 0 seconds are omitted."""
+        """Record all or part of a trainer's step, as (stage, seconds) pairs. Stages that took 0 seconds are omitted."""
         ...
 
 
@@ -56,8 +56,8 @@ class ProbeNotes:
     """A probe that buffers the events of a worker process until they are reported to the probes of the parent process.
 
     After a fork, a worker inherits its parent's probes. The inherited probes would update counters that nothing reads.
-    With prometheus-client's multiprocess files, they would count events twice. `ProbeNotes` therefore replaces all
-    other probes.
+    With prometheus-client's multiprocess files, the inherited probes would count events twice. `ProbeNotes` therefore
+    replaces all other probes.
     """
 
     def __init__(self) -> None:
@@ -104,11 +104,11 @@ class Span(NamedTuple):
     """A period that a batch spent in a stage.
 
     Attributes:
-        stage: the stage in which the time was spent.
-        began_at: start time in seconds on the clock `time.perf_counter`, which all processes on a host share.
-        ended_at: end time in seconds on this clock.
+        stage: the stage that the batch was in.
+        began_at: start time in seconds, on the `time.perf_counter` clock, which all processes on a host share.
+        ended_at: end time in seconds on the same clock.
         size_bytes: number of bytes transferred or processed.
-        is_call: whether the span is all or part of a call, and therefore counts towards the cost per call.
+        is_call: whether the span is all or part of a call, and therefore counts toward the cost per call.
     """
 
     stage: Stage
@@ -127,7 +127,7 @@ class Collected:
 
     Attributes:
         spans: collected spans, in no particular order.
-        batch_count: number of batches that began.
+        batch_count: number of batches that began while the section ran.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -148,13 +148,13 @@ class Collected:
         *,
         is_call: bool = False,
     ) -> None:
-        """Add a span that ends now or, if given, at `ended_at`."""
+        """Add a span that ends at `ended_at` or, by default, now."""
         ended_at = time.perf_counter() if ended_at is None else ended_at
         self.add((Span(stage, began_at, ended_at, size_bytes, is_call),))
 
 
 collected_here: Final[ContextVar[Collected | None]] = ContextVar("collected_here", default=None)
-"""The collection to which the current thread or task adds its calls. None if calls are not collected."""
+"""The collection that records the calls of the current thread or task. The value is None if calls are not collected."""
 
 step_report: Final[ContextVar[Callable[[], Any] | None]] = ContextVar("step_report", default=None)
 """A function that returns the `StepTimes` to send with a rank's next claim, or None."""

@@ -42,7 +42,7 @@ CLIENT_VARIABLES: Final = frozenset(
         "TQ_TOKEN_FILE",
     }
 )
-"""Environment variables that clients read. A service ignores them, and does not report them as unknown."""
+"""Environment variables that clients read. A service ignores these variables and does not report them as unknown."""
 # Kubernetes sets variables such as TQ_X_SERVICE_HOST and TQ_X_PORT=tcp://... in pods if the name of a Service starts
 # with "tq".
 _LINK_NAME: Final = re.compile(r"TQ_\w+_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
@@ -68,7 +68,7 @@ def parse_size(text: object) -> object:
     Values of other types are returned unchanged.
 
     Raises:
-        ValueError: the text is not a size.
+        ValueError: the text is not a valid size.
     """
     if not isinstance(text, str):
         return text
@@ -149,7 +149,7 @@ SizeOrNone = Annotated[int | None, BeforeValidator(parse_size)]
 
 
 class _Section(BaseSettings):
-    """A section of the settings. Its docstring is the title of the section in the help and the docs."""
+    """A section of the settings. The docstring of a subclass is its title in the help and the docs."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 
@@ -202,8 +202,8 @@ class _Network(_Section):
         None,
         ge=0,
         le=65535,
-        description="Port on which Prometheus scrapes /metrics; 0 for any free port. The endpoint uses TLS if "
-        "tls_cert is set. If auth_tokens_file is set, it requires a token with role read and prefix ''. Requires "
+        description="Port on which Prometheus scrapes /metrics; 0 for any free port. The endpoint uses TLS if tls_cert "
+        "is set. If auth_tokens_file is set, scraping requires a token with role read and prefix ''. Requires "
         "tq-service[metrics]. Default: none.",
     )
     metrics_host: str = Field(
@@ -268,13 +268,13 @@ class _StorageAndDurability(_Section):
     )
     data_dir: Path | None = Field(
         None,
-        description="Directory for the service's persistent state, for use by one process at a time. Default: none; "
-        "the state is kept in memory and is lost when the service stops.",
+        description="Directory for the service's persistent state; only one process at a time can use it. Default: "
+        "none; the state is kept in memory and is lost when the service stops.",
     )
     durability: Literal["auto", "memory", "process", "disk"] = Field(
         "auto",
         description="Failures that acknowledged changes survive: none (memory), a process crash (process), or a host "
-        "crash (disk). auto selects process if data_dir is set, otherwise memory.",
+        "crash (disk). The setting auto means process if data_dir is set, otherwise memory.",
     )
     mirror: str | None = Field(
         None,
@@ -295,8 +295,8 @@ class _StorageAndDurability(_Section):
     mirror_memory_bytes: Size | None = Field(
         None,
         ge=1,
-        description="Memory limit for stored puts. Beyond it, the least recently used puts with mirror copies are "
-        "evicted, and read back on access, so max_bytes may exceed the available memory. Puts and gets in progress "
+        description="Memory limit for stored puts. Beyond this limit, the least recently used puts with mirror copies "
+        "are evicted and read back on access, so max_bytes may exceed the available memory. Puts and gets in progress "
         "need additional memory. Requires an object store that survives a power loss. Default: all puts stay in "
         "memory.",
     )
@@ -304,7 +304,7 @@ class _StorageAndDurability(_Section):
         0,
         ge=0,
         description="Memory that this node contributes, in addition to max_bytes, to an object store that pools the "
-        "memory of its nodes. It stores copies of other nodes' puts.",
+        "memory of its nodes. This memory stores copies of other nodes' puts.",
     )
     checkpoint_dir: Path | None = Field(
         None,
@@ -322,30 +322,32 @@ class _StorageAndDurability(_Section):
     record_steps: int | None = Field(
         None,
         ge=1,
-        description="Maximum number of steps in the recording; beyond it, the oldest steps are removed. Default: "
-        "unlimited.",
+        description="Maximum number of steps in the recording; beyond this limit, the oldest steps are removed. "
+        "Default: unlimited.",
     )
     record_bytes: SizeOrNone = Field(
         None,
         ge=1,
-        description="Maximum size of the recording; beyond it, the oldest steps are removed. Default: unlimited.",
+        description="Maximum size of the recording; beyond this limit, the oldest steps are removed. Default: "
+        "unlimited.",
     )
     accept_journal_loss: bool = Field(
         False,
         description="Start even if data_dir contains a damaged journal record. Earlier records are kept; the damaged "
-        "record and all later ones are dropped. Set this for a single start, after reading the error of the failed "
-        "one.",
+        "record and all later ones are dropped. Set this for a single start, after reading the error from the failed "
+        "start.",
     )
     put_ttl_seconds: float = Field(300.0, gt=0, description="Time after which an uncommitted put expires.")
     request_record_seconds: float = Field(
         600.0,
         gt=0,
-        description="Time for which answers to mutating requests are kept for retries.",
+        description="How long responses to mutating requests are kept for retries.",
     )
     request_record_bytes: Size = Field(
         128 * 2**20,
         ge=2**20,
-        description="Memory for answers retained for retries; when it is full, the oldest answers are dropped.",
+        description="Memory for responses kept for retries; when this memory is full, the oldest responses are "
+        "dropped.",
     )
 
 
@@ -376,7 +378,7 @@ class _Cluster(_Section):
         min_length=1,
         description="User name for etcd. Default: none (no authentication).",
     )
-    etcd_password_file: Path | None = Field(None, description="File with the password of etcd_user.")
+    etcd_password_file: Path | None = Field(None, description="File containing the password of etcd_user.")
     etcd_ca: Path | None = Field(
         None,
         description="CA certificates (PEM) for verifying etcd members; setting etcd_ca or etcd_cert enables TLS to "
@@ -392,8 +394,8 @@ class _Batches(_Section):
     max_wait_cap_seconds: float = Field(
         60.0,
         gt=0,
-        description="Maximum time for which a GetMeta or LookupSamples call waits; clients repeat the call until their "
-        "own timeout.",
+        description="Maximum time that a GetMeta or LookupSamples call waits; clients repeat the call until their own "
+        "timeout expires.",
     )
     sampler_timeout_seconds: float = Field(30.0, gt=0, description="Time limit for a sampler to plan one batch.")
     sampler_threads: int = Field(4, ge=1, description="Number of threads reserved for samplers.")
@@ -424,16 +426,16 @@ class _Security(_Section):
     )
     auth_tokens_file: Path | None = Field(
         None,
-        description="File with the digests of valid bearer tokens, written by `tq-service token new`; calls without a "
-        "valid token are rejected. Reloaded when the file changes.",
+        description="File containing the digests of valid bearer tokens, written by `tq-service token new`; calls "
+        "without a valid token are rejected. Reloaded when the file changes.",
     )
     peer_token_file: Path | None = Field(
         None, description="File containing a token with role service, which this service sends to other services."
     )
     internal_secret_file: Path | None = Field(
         None,
-        description="File with the secret shared by the services of one deployment. The secret proves that a call "
-        "comes from a service, not from a client. A service with role controller or all creates the file if it is "
+        description="File containing the secret shared by the services of one deployment. The secret proves that a "
+        "call comes from a service, not from a client. A service with role controller or all creates the file if it is "
         "missing. Reloaded when the file changes. Default: none if services have tokens with role service; a per-user "
         "file if all services listen on the loopback address; otherwise none, and services in separate processes do "
         "not start.",
@@ -443,7 +445,7 @@ class _Security(_Section):
     )
     audit_file: Path | None = Field(
         None,
-        description="File to which the audit log is appended: one line per rejected call and per administrative call. "
+        description="File that the audit log is appended to: one line per rejected call and per administrative call. "
         "Default: the audit log is written to stderr with the other log lines.",
     )
     audit_repeat_seconds: float = Field(
@@ -465,11 +467,11 @@ class _Limits(_Section):
     first_call_seconds: float = Field(
         10.0,
         gt=0,
-        description="Time within which a new connection must make its first call, with a valid token if tokens are "
-        "required; otherwise the connection is closed. If tokens are required, health checks do not count as calls.",
+        description="Time limit for the first call on a new connection, with a valid token if tokens are required; "
+        "after this time, the connection is closed. If tokens are required, health checks do not count as calls.",
     )
     idle_connection_seconds: float = Field(
-        600.0, gt=0, description="Time without calls after which a connection is closed; clients then reconnect."
+        600.0, gt=0, description="Idle time after which a connection is closed; clients then reconnect."
     )
     max_streams: int = Field(
         4_096,
@@ -500,8 +502,8 @@ class _Limits(_Section):
     max_samples: int = Field(
         50_000_000,
         ge=1,
-        description="Maximum number of samples in all partitions together; each sample uses about 60 bytes of "
-        "controller memory, plus 8 bytes per field.",
+        description="Maximum total number of samples in all partitions; each sample uses about 60 bytes of controller "
+        "memory, plus 8 bytes per field.",
     )
     max_fields: int = Field(1_024, ge=1, description="Maximum number of fields per partition.")
     max_tasks: int = Field(256, ge=1, description="Maximum number of tasks per partition.")
@@ -654,7 +656,7 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         return self.checkpoint_dir
 
     def advertised_address(self, port: int) -> str:
-        """Return the address at which clients reach this storage service or controller.
+        """Return the address that clients use to reach this storage service or controller.
 
         `port` is the listening port. For a storage service in the controller's process, the address is empty, because
         clients use the controller's address.
@@ -698,9 +700,9 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
     """Merge settings from flags, `TQ_*` environment variables, the settings file and defaults, in order of precedence.
 
     Args:
-        flags: settings from the command line. None values are ignored.
-        config: TOML file that contains settings by name. None: the file named by the environment variable TQ_CONFIG, if
-            it is set.
+        flags: settings from the command line. Settings whose value is None are ignored.
+        config: TOML file that contains settings by name. If None, the file named by the environment variable TQ_CONFIG
+            is read, if this variable is set.
 
     Raises:
         InvalidArgumentError: the file cannot be read or contains unknown settings, or a value is invalid.
@@ -727,7 +729,7 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
 def unknown_variables() -> dict[str, str | None]:
     """Return the unknown `TQ_*` environment variables of this process, each with the most similar known name or None.
 
-    Neither the service nor clients read unknown variables. Most of them are misspelt settings.
+    Neither the service nor clients read unknown variables. Most unknown variables are misspelled settings.
     """
     known = {f"{ENV_PREFIX}{name.upper()}" for name in ServeSettings.model_fields} | CLIENT_VARIABLES
     known.add(CONFIG_VARIABLE)

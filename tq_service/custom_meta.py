@@ -1,8 +1,8 @@
 """Columns of custom_meta, with typed values, which claims can compare and sort, and other values, stored as JSON.
 
-The type of a column is that of its first number, bool or string. Values of other types, null, lists and objects are
-stored separately as JSON text. A column therefore accepts every JSON value, without additional cost for typed values.
-`where`, `order_by` and samplers read only typed values.
+The first number, bool or string in a column determines the column's type. Values of other types, null, lists and
+objects are stored separately as JSON text. A column therefore accepts every JSON value, at no additional cost for
+typed values. `where`, `order_by` and samplers read only typed values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class JsonNull(Enum):
 
 
 JSON_NULL: Final = JsonNull.JSON_NULL
-"""Value that stores null for a sample when it is written. It is read as None. Writing None removes a value instead."""
+"""Value to write to store null for a sample. A stored null is read as None. Writing None removes a value instead."""
 _NULL: Final = "null"
 
 MetaValue: TypeAlias = "JsonValue | JsonNull"
@@ -58,13 +58,13 @@ class MetaColumn:
 
     Attributes:
         name: name of the column.
-        values: typed values, of shape `(n,)` and dtype int64, float64, bool or object (str). Undefined for samples
-            without a typed value.
+        values: typed values, of shape `(n,)` and dtype int64, float64, bool or object (str). The entries for samples
+            without a typed value are undefined.
         present: whether each sample has a typed value, of shape `(n,)`.
         json: JSON text of each sample whose value is not typed, and None for other samples, of shape `(n,)` and dtype
-            object. None instead of an array if no sample has a JSON value.
-        removed: whether a write removes each sample's value, of shape `(n,)`. None if the write does not remove any
-            values.
+            object. The attribute is None if no sample has a JSON value.
+        removed: whether a write removes each sample's value, of shape `(n,)`. The attribute is None if the write does
+            not remove any values.
     """
 
     name: str
@@ -99,7 +99,7 @@ class MetaColumn:
         )
 
     def text_sizes(self, size_of: Callable[[str], int]) -> NDArray[np.int64]:
-        """Return the size of each sample's text and JSON, measured by `size_of`, of shape `(n,)`."""
+        """Return the size of each sample's text and JSON, as measured by `size_of`, in an array of shape `(n,)`."""
         sizes = np.zeros(self.present.size, np.int64)
         texts = self.values if self.values.dtype.kind == "O" else None
         for values, has_one in ((texts, self.present), (self.json, self.has_json)):
@@ -121,10 +121,10 @@ class MetaColumn:
 
 
 def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[Any]) -> MetaColumn:
-    """Build a column for `size` samples from values of any type at the given positions. None removes a value.
+    """Build a column for `size` samples from values of any type at the given positions. None removes a sample's value.
 
     Raises:
-        InvalidArgumentError: a value cannot be represented as JSON. The message contains its position.
+        InvalidArgumentError: a value cannot be represented as JSON. The message contains the position of the value.
     """
     removed = np.zeros(size, np.bool_)
     texts = np.full(size, None, np.object_)
@@ -149,11 +149,11 @@ def no_values(name: str, size: int, kind: str = "b") -> MetaColumn:
 
 
 def fitted(column: MetaColumn, kind: str | None) -> MetaColumn:
-    """Convert a column to another type. Scalars that fit the type become typed values, all others become JSON.
+    """Convert a column to another type. Scalars that fit the type become typed values; all other values become JSON.
 
     Args:
         column: the column to convert.
-        kind: the new type, as a numpy kind. None: the type of the first scalar.
+        kind: the new type, as a numpy kind. If None, the column gets the type of the first scalar.
 
     Raises:
         InvalidArgumentError: a number that does not fit the type is infinite or NaN. JSON cannot represent such
@@ -197,7 +197,7 @@ def _fits(kind: str, value: Scalar) -> bool:
 
 
 def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArray[Any]) -> MetaColumn:
-    """Build a column from JSON texts and from scalars, which are given by position.
+    """Build a column from JSON texts and from scalars, which are keyed by their position in the column.
 
     Scalars that do not fit the kind are converted to JSON texts.
     """
@@ -279,8 +279,8 @@ def _checked_text(name: str, text: str) -> str:
         kept = _dumped(value)
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(
-            f"custom_meta column {name!r} has the JSON text {text!r:.200}, which is invalid ({error}); send null, a "
-            "number that fits a double, a string of valid Unicode, true, false, a list or an object",
+            f"custom_meta column {name!r} has the JSON text {text!r:.200}, which is invalid ({error}); expected null, "
+            "a number that fits a double, a string of valid Unicode, true, false, a list or an object",
             field="custom_meta",
             metadata={"column": name},
         ) from None
@@ -333,7 +333,7 @@ def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
     if not is_object and not isinstance(value, list | tuple):
         raise InvalidArgumentError(
             f"{_shown(path)} has type {type(value).__name__}; expected a JSON value: bool, int, float, str, None, or "
-            "lists and dicts of these. Store other types as a field",
+            "lists and dicts of these. Store values of other types in a field",
             field="custom_meta",
         )
     if len(path) == MOST_JSON_DEPTH + 2:

@@ -22,7 +22,8 @@ class TqError(Exception):
 
     Attributes:
         message: text with the actual value, the expected value and a remedy.
-        reason: stable code of the error. By default, the reason of the class. Some errors set a more specific reason.
+        reason: stable code of the error. The default is the reason of the class. Some errors set a more specific
+            reason.
         metadata: short facts for programs, such as two conflicting values.
     """
 
@@ -40,7 +41,10 @@ class TqError(Exception):
 
 
 class InvalidArgumentError(TqError, ValueError):
-    """An argument is invalid, regardless of the service's state. `metadata["field"]` contains its name."""
+    """An argument is invalid, regardless of the service's state.
+
+    `metadata["field"]` contains the name of the argument.
+    """
 
     reason = "INVALID_ARGUMENT"
     code = "INVALID_ARGUMENT"
@@ -124,7 +128,7 @@ class PolicyNotFoundError(NotFoundError):
 
 
 class TaskNotFoundError(NotFoundError):
-    """The task has not claimed samples from the partition yet, or the partition does not declare it."""
+    """The task has not claimed samples from the partition yet, or the partition does not declare the task."""
 
     reason = "TASK_NOT_FOUND"
 
@@ -136,7 +140,7 @@ class PutNotFoundError(NotFoundError):
 
 
 class AlreadyExistsError(TqError, ValueError):
-    """The call must create an object that already exists."""
+    """The object that the call should create already exists."""
 
     reason = "ALREADY_EXISTS"
     code = "ALREADY_EXISTS"
@@ -156,7 +160,7 @@ class StaleIncarnationError(PreconditionError):
 
 
 class StaleEpochError(PreconditionError):
-    """The task's consumption has been reset since the caller last accessed it."""
+    """The task's consumption has been reset since the caller last accessed the task."""
 
     reason = "STALE_EPOCH"
 
@@ -186,7 +190,7 @@ class PartitionClearedError(PreconditionError):
 
 
 class CompactedError(PreconditionError):
-    """Changes since a revision are no longer available, because it is too old or the service has restarted."""
+    """Changes since a revision are unavailable, because the revision is too old or the service has restarted."""
 
     reason = "COMPACTED"
 
@@ -204,7 +208,10 @@ class BatchForgottenError(PreconditionError):
 
 
 class NothingDeliveredError(PreconditionError):
-    """A loader reached the end of a non-empty partition, but its task received no samples. Raised on all ranks."""
+    """A loader reached the end of a non-empty partition, but its task received no samples.
+
+    All ranks raise this error.
+    """
 
     reason = "NOTHING_DELIVERED"
 
@@ -239,7 +246,7 @@ class NewerVersionError(DataDirError):
 class ResourceExhaustedError(TqError, RuntimeError):
     """A limit has been reached.
 
-    `retry_after_seconds` is the time to wait before a retry. None means that a retry cannot succeed.
+    `retry_after_seconds` is the time to wait before a retry. If None, a retry cannot succeed.
     """
 
     reason = "RESOURCE_EXHAUSTED"
@@ -342,7 +349,10 @@ class UnavailableError(TqError, ConnectionError):
 
 
 class NotLeaderError(UnavailableError):
-    """Another controller is the leader. `metadata["leader_address"]` contains its address, or "" if it is unknown."""
+    """Another controller is the leader.
+
+    `metadata["leader_address"]` contains the address of the leader, or "" if the address is unknown.
+    """
 
     reason = "NOT_LEADER"
 
@@ -396,7 +406,7 @@ def nearest(name: str, known: Collection[str], *, all_known: bool = False) -> st
     Args:
         name: the unknown name in the request.
         known: the known names. The clause lists up to ten names, and states the number of remaining names.
-        all_known: whether to list all known names. Use this only for small sets.
+        all_known: whether to list all known names. Use this option only for small sets.
     """
     if not known:
         return "none is known yet"

@@ -14,12 +14,13 @@ class LogMessage:
 
     A handler renders the message when it writes the line, so the message works with any formatter. `tq-service serve
     --log-format json` writes each field under its name. A value that is not a single plain word is written as a JSON
-    string. Names chosen by clients can therefore not forge fields or lines.
+    string. Names chosen by clients therefore cannot forge fields or lines.
 
     Args:
-        text: description of the event. It is identical in all lines of this kind, so a search finds all of them.
+        text: description of the event. The description is identical in all log lines of this kind, so a search finds
+            all of them.
         fields: facts by name, such as `partition`, `storage`, `put_id`, `request_id`, `error`. Values of type bytes are
-            ids, which are written in hexadecimal. None values are omitted.
+            ids, which are written in hexadecimal. Facts whose value is None are omitted.
     """
 
     __slots__ = ("fields", "text")

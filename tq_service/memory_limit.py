@@ -1,4 +1,4 @@
-"""The memory available to this process, which is the memory of the machine, or less if a control group limits it."""
+"""The memory available to this process: the machine's memory, or less if a control group limits the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FILES = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}
 def memory_limit_bytes(root: Path = Path("/")) -> int:
     """Return the memory available to the process.
 
-    This is the memory of the machine, or the lowest limit of the process's control groups if that is less.
+    This is the machine's memory or, if lower, the lowest limit of the process's control groups.
 
     Control groups limit containers, Slurm job steps, and systemd services and scopes. Versions 1 and 2 of control
     groups are supported. In a cgroup namespace, a process can see only the groups at and below the root of the

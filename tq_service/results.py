@@ -13,7 +13,7 @@ from tq_service.step_times import StepTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """A point in a service instance's history, from which `watch` can start. A revision is plain, serializable data.
+    """A point in a service instance's history where `watch` can start. A revision is plain, serializable data.
 
     Attributes:
         instance_id: id of the service instance, 16 random bytes. After a restart, a service has a new id and a new
@@ -32,13 +32,14 @@ class ConsumptionStatus:
     Attributes:
         consumed_count: number of samples consumed in this epoch, including cleared samples.
         total_count: number of samples inserted into the partition so far, including cleared samples.
-        skipped_count: number of samples that the task will never receive. Includes the remaining members of groups that
-            lost a member.
+        skipped_count: number of samples that the task will never receive. The count includes the remaining members of
+            groups that have lost a member.
         sealed: whether the partition is sealed, that is, accepts no new samples.
         complete: whether the task has received every sample that it can receive. The partition must be sealed or, with
             `samples_per_round`, every round that has begun must be finished.
         epoch: epoch of the task, that is, the number of times its consumption was reset.
-        leased_count: number of consumed samples that are leased but not acknowledged. They may be delivered again.
+        leased_count: number of consumed samples that are leased but not acknowledged. These samples may be delivered
+            again.
         dead_lettered_count: number of skipped samples that were delivered `max_deliveries` times without being
             acknowledged.
         expected_count: number of samples in all rounds that have begun, including the first. None without
@@ -61,11 +62,11 @@ class ProductionStatus:
     """Number of samples that have all of the requested fields.
 
     Attributes:
-        produced_count: samples that have all of the requested fields.
+        produced_count: number of samples that have all of the requested fields.
         total_count: number of samples that have the requested fields or can still receive them. Cleared and failed
             samples are excluded.
         complete: whether all samples in `total_count` have the fields and no new samples will be inserted. With
-            `samples_per_round`, whether no new samples will be inserted before the next round.
+            `samples_per_round`, it suffices that no new samples will be inserted before the next round.
     """
 
     produced_count: int
@@ -74,12 +75,12 @@ class ProductionStatus:
 
 
 class WaitCode(StrEnum):
-    """Reason why a claim waits, as a stable code.
+    """Stable code of the reason why a claim waits.
 
     Attributes:
         PARTITION_NOT_FOUND: the partition does not exist.
         NO_SAMPLES: the partition is empty.
-        FIELD_NEVER_PUT: no value was ever put into one of the requested fields.
+        FIELD_NEVER_PUT: one of the requested fields has never received a value.
         ALL_CONSUMED: the task has consumed all samples, but the partition is not sealed.
         TOO_FEW_READY: fewer samples are ready than the claim requests.
         GROUPS_INCOMPLETE: too few groups are complete. A group is complete when all of its samples are ready.
@@ -117,7 +118,7 @@ class Lack(Enum):
         LEASED: the samples are leased to workers of the task.
         GROUP: the samples are ready, but other members of their groups are not.
         LOST: the samples' groups have permanently lost a member, so the task will never receive these samples.
-        OLDER: the samples are not ready, and would become too stale if newer samples were trained first.
+        OLDER: the samples are not ready, and would become too stale if newer samples were used for training first.
     """
 
     FIELD = "{0.sample_count} lack field {0.name!r}"
@@ -126,7 +127,7 @@ class Lack(Enum):
     HELD = "{0.sample_count} are held"
     LEASED = "{0.sample_count} are leased, and the first lease expires in {0.ends_in_seconds:.0f} s"
     GROUP = "{0.sample_count} are ready, but other members of their groups are not ({0.example})"
-    OLDER = "{0.sample_count} are awaited; training newer samples first would make them too stale ({0.example})"
+    OLDER = "{0.sample_count} are awaited; training on newer samples first would make them too stale ({0.example})"
     LOST = "{0.sample_count} are lost, since their groups lost a member that failed, was cleared or was dead-lettered"
 
     @property
@@ -141,11 +142,12 @@ class NotReady:
 
     Attributes:
         kind: the reason, as in `Lack.kind`. A newer service may report kinds that this version does not define.
-        name: name of the field or custom_meta column that the reason refers to. Empty if the reason refers to neither.
+        name: name of the field or custom_meta column that the reason refers to. The name is empty if the reason refers
+            to neither a field nor a column.
         sample_count: number of samples that cannot be delivered for this reason.
-        ends_in_seconds: time until the first lease expires, for kind "leased". None for other kinds.
-        example: for kind "group", the name and counts of one incomplete group. For kind "field", the missing put if the
-            field is shared by groups.
+        ends_in_seconds: time until the first lease expires, for kind "leased". The time is None for other kinds.
+        example: for kind "group", the name and counts of one incomplete group. For kind "field", the example is the
+            missing put if the field is shared by groups.
     """
 
     kind: str
@@ -157,25 +159,26 @@ class NotReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitReason:
-    """The reason why claims with equal arguments wait. All sample counts refer to a single point in time.
+    """The reason why claims with identical arguments wait. All sample counts refer to a single point in time.
 
     Attributes:
-        code: the reason as a stable code, see `WaitCode`.
+        code: the reason as a stable code; see `WaitCode`.
         text: the reason as a sentence for users.
-        task_name: the task for which the claims consume samples.
+        task_name: the task that the claims consume samples for.
         data_fields: the fields that the claims request.
-        waiting_count: number of calls that wait for this reason. 0 in the response to the caller's own claim.
+        waiting_count: number of calls that wait for this reason. The count is 0 in the response to the caller's own
+            claim.
         left_count: number of live or held samples that the task has not consumed.
-        ready_count: number of samples in `left_count` that could be delivered now. If `counts_groups` is set, the
-            number of groups or rollouts that could be delivered.
-        needed_count: number of ready samples that the claim needs. If `counts_groups` is set, the number of groups or
-            rollouts.
+        ready_count: number of samples in `left_count` that could be delivered now. If `counts_groups` is set, this is
+            the number of groups or rollouts that could be delivered.
+        needed_count: number of ready samples that the claim needs. If `counts_groups` is set, this is the number of
+            ready groups or rollouts that the claim needs.
         counts_groups: whether `ready_count` and `needed_count` count groups or rollouts instead of samples.
         not_ready: number of samples that cannot be delivered yet, by reason. A sample may be counted under several
             reasons.
         sealed: whether the partition is sealed, that is, accepts no new samples.
         waiting_put_count: number of puts of new samples that wait for capacity.
-        put_waits_for: reason why the first waiting put waits. Empty if no put is waiting.
+        put_waits_for: reason why the first waiting put waits. The reason is empty if no put is waiting.
     """
 
     code: str
@@ -199,8 +202,8 @@ class PartitionSummary:
 
     Attributes:
         partition_id: name of the partition.
-        incarnation: 16 random bytes that identify the partition. They change if the partition is cleared and created
-            again.
+        incarnation: 16 random bytes that identify the partition. These bytes change if the partition is cleared and
+            created again.
         inserted_count: number of samples inserted so far, including cleared samples.
         present_count: number of samples that have not been cleared.
         sealed: whether the partition is sealed, that is, accepts no new samples.
@@ -217,7 +220,7 @@ class PartitionList(list[PartitionSummary]):
     """A list of partitions, sorted by name.
 
     Attributes:
-        revision: revision of the complete list. `watch` can start from it.
+        revision: revision of the complete list. `watch` can start from this revision.
     """
 
     def __init__(self, partitions: Iterable[PartitionSummary], revision: Revision | None = None) -> None:
@@ -240,12 +243,13 @@ class RecentBatch:
     Attributes:
         batch_index: index of the batch within the epoch.
         tokens_per_rank: token counts of the first 128 ranks, by `dp_rank`; empty if any sample length is unknown.
-        imbalance: load imbalance: the largest token count of a rank divided by the mean over all ranks, minus 1.
+        imbalance: load imbalance, defined as the largest token count of a rank divided by the mean over all ranks,
+            minus 1.
         padding_share: fraction of tokens that are padding. In packs, padding fills the rest of each pack. In
-            micro-batches, each sample is padded to the length of the longest one. Jagged fields need no padding in
+            micro-batches, each sample is padded to the length of the longest sample. Jagged fields need no padding in
             micro-batches.
         staleness: upper bound on the number of versions between the creation of the oldest sample's slot and its
-            training. Set for tasks with a `max_staleness`. None: unbounded.
+            training. The bound is set for tasks with a `max_staleness`. If None, staleness is unbounded.
     """
 
     batch_index: int
@@ -261,7 +265,7 @@ class ClaimLease:
 
     Attributes:
         claim_id: first 8 hexadecimal digits of the claim's request_id, as shown in the call log.
-        claim_name: name that the caller gave to the claim. Empty if the claim is unnamed.
+        claim_name: name that the caller gave to the claim. The name is empty if the claim is unnamed.
         leased_count: number of leased samples of the claim that have not been acknowledged.
         delivered_ago_seconds: time since the delivery, or since the start of the service if the service started later.
         ends_in_seconds: time until the lease expires if it is not extended.
@@ -282,47 +286,48 @@ class TaskStatus:
         task_name: name of the task.
         epoch: number of times the task's consumption was reset.
         consumed_count: number of samples consumed in this epoch.
-        skipped_count: number of samples that the task will never receive. Includes the remaining members of groups that
-            lost a member.
+        skipped_count: number of samples that the task will never receive. The count includes the remaining members of
+            groups that have lost a member.
         planned_batch_count: number of batches planned for ranks in this epoch.
         dp_size: number of data-parallel ranks; 0 until the first rank's claim sets it.
         waiting_count: number of waiting calls.
         complete: whether the task has received every sample that it can receive.
-        leased_count: number of leased samples that have not been acknowledged. They may be delivered again.
+        leased_count: number of leased samples that have not been acknowledged. These samples may be delivered again.
         dead_lettered_count: number of samples that were delivered `max_deliveries` times without being acknowledged.
         dead_lettered_indexes: indexes of the first 100 dead-lettered samples that have not been cleared.
         pending_count: number of live or held samples that the task has neither consumed nor dead-lettered.
         redelivered_count: number of samples delivered again in this epoch because a lease expired. Redeliveries of
             released or cleared samples do not count.
         delivered_per_second: recent delivery rate, as an exponentially weighted average with a time constant of 10
-            seconds. It is 0 when the service starts.
-        recent_batches: the last 16 batches planned for the task's ranks in this epoch, in order. Empty after a restart
-            of the service.
-        oldest_version: lowest `version` of the task's remaining live or held samples, as of the most recent scan. None
-            in updates from `watch`. Also None if the samples lack a version or have not been scanned yet.
-        staleness_versions: number of versions by which producers are ahead of the task, that is, the highest version of
-            any sample in the partition minus `oldest_version`. None if `oldest_version` is None.
+            seconds. The rate is 0 when the service starts.
+        recent_batches: the last 16 batches planned for the task's ranks in this epoch, in order. The tuple is empty
+            after a restart of the service.
+        oldest_version: lowest `version` of the task's remaining live or held samples, as of the most recent scan. The
+            version is None in updates from `watch`, and if the samples lack a version or have not been scanned yet.
+        staleness_versions: how many versions the producers are ahead of the task, that is, the highest version of any
+            sample in the partition minus `oldest_version`. The number is None if `oldest_version` is None.
         leasing_claim_count: number of claims that hold leased samples.
-        leases: the 20 claims with leased samples that were delivered first, in order of delivery. Empty in updates from
-            `watch`.
-        trained_batch_count: number of batches trained in this epoch, see `advance`.
-        saved_batch_count: number of batches in this epoch that a trainer checkpoint covers, see `advance`.
-        outstanding_count: number of outstanding units, as counted by the task's admission. None without an admission.
-        running_count: number of held units (units being generated), as counted by the task's admission. None without
-            `most_running`.
+        leases: the 20 claims with leased samples that were delivered first, in order of delivery. The tuple is empty in
+            updates from `watch`.
+        trained_batch_count: number of batches trained in this epoch; see `advance`.
+        saved_batch_count: number of batches in this epoch that a trainer checkpoint covers; see `advance`.
+        outstanding_count: number of outstanding units, as counted by the task's admission. The count is None if the
+            task has no admission.
+        running_count: number of held units (units being generated), as counted by the task's admission. The count is
+            None without `most_running`.
         unmatched_count: number of samples and groups that the task's claims have evicted because `where` excluded them.
-            Covers all epochs.
-        too_small_count: number of groups that the task's claims have evicted because too few members were left. Covers
-            all epochs.
+            The count covers all epochs.
+        too_small_count: number of groups that the task's claims have evicted because too few members were left. The
+            count covers all epochs.
         late_count: number of samples and groups that the task's claims have evicted because they would have become too
             stale.
         overflow_count: number of samples and groups cleared to make space for new samples
             (`Admission(overflow="drop_lowest")`).
         delivered_count: number of sample deliveries in all epochs, excluding claims that were released.
-        refilled_count: number of samples that became claimable again for the task because of an eviction. Covers all
-            epochs.
+        refilled_count: number of samples that became claimable again for the task because of an eviction. The count
+            covers all epochs.
         step_times: time breakdown of the latest steps, summed over the ranks that report step times. Loaders report
-            them. None if no rank reports step times.
+            step times. The breakdown is None if no rank reports step times.
     """
 
     task_name: str
@@ -374,15 +379,15 @@ class TrainerProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartedRanks:
-    """The point from which a task's restarted ranks continue.
+    """The point where a task's restarted ranks continue.
 
     Attributes:
         epoch: epoch of the task.
         batch_index: the first batch that the ranks must request.
-        repeated_batch_count: number of batches, starting at `batch_index`, that were already trained and will be
-            trained again. 0 if an earlier call already restarted the ranks.
-        repeated_sample_count: number of samples in the repeated batches. 0 if an earlier call already restarted the
-            ranks.
+        repeated_batch_count: number of batches, starting at `batch_index`, that have already been trained and will be
+            trained again. The count is 0 if an earlier call already restarted the ranks.
+        repeated_sample_count: number of samples in the repeated batches. The count is 0 if an earlier call already
+            restarted the ranks.
     """
 
     epoch: int
@@ -398,14 +403,14 @@ class EvictedUnit:
     Attributes:
         serial: sequence number of the unit within the task, starting at 1.
         unit: "sample" if a single sample was evicted, otherwise "rollout" or "group".
-        group: name of the evicted group, or of the group that contained the unit; None without a group.
-        key: key of the unit's first sample; None without a key.
+        group: name of the evicted group, or of the group that contained the unit, or None if there is no group.
+        key: key of the unit's first sample, or None if the sample has no key.
         reason: why the unit was evicted. "unmatched": `where` excluded the unit or one of its members. "too_small":
             fewer than `least_members` members were left. "late": the unit was unfinished and would have become too
             stale. "overflow": new samples were put, and the unit had the lowest priority.
         version: policy version that was published when the unit was evicted. The policy is the one named in `where`,
-            else in `not_before_version`, else the policy of the partition's `max_staleness`. None if no policy is
-            named, or if the policy has no published version.
+            otherwise in `not_before_version`, otherwise the policy of the partition's `max_staleness`. The version is
+            None if no policy is named, or if the policy has no published version.
         sample_count: number of evicted samples. For a cleared group, the count includes samples that had failed
             earlier.
         refill: outcome of `claim(refill=)`, or None if no refill was requested. "refilled": the sample is claimable
@@ -413,8 +418,8 @@ class EvictedUnit:
             "used_up": the sample had already been refilled `max_refills` times. "given_up": the task will never receive
             the sample, because the sample failed, was dead-lettered, dropped or skipped, or because the ranks have
             reached their end.
-        rollout: name of the evicted rollout, or of the rollout that contained the unit's first sample. None without a
-            rollout.
+        rollout: name of the evicted rollout, or of the rollout that contained the unit's first sample. The name is None
+            if there is no rollout.
     """
 
     serial: int
@@ -462,9 +467,9 @@ class MetaColumnStatus:
 
     Attributes:
         name: name of the column.
-        kind: type of the values that claims can compare: "int64", "double", "bool" or "string". Empty until the first
-            such value is written.
-        has_json: whether a value of any other type was ever written to the column. Such values are stored as JSON.
+        kind: type of the values that claims can compare: "int64", "double", "bool" or "string". The kind is empty until
+            the first such value is written.
+        has_json: whether a value of any other type has ever been written to the column. Such values are stored as JSON.
     """
 
     name: str
@@ -478,23 +483,24 @@ class PartitionDescription:
 
     Attributes:
         summary: name, incarnation and basic counts of the partition.
-        expected_samples: number of samples that will be inserted, as declared by the creator. None if not declared.
+        expected_samples: number of samples that will be inserted, as declared by the creator. The number is None if not
+            declared.
         live_count: number of live samples.
         held_count: number of held samples.
         failed_count: number of failed samples.
-        group_count: number of groups with members in the partition. Rollouts without a group do not count.
+        group_count: number of groups with members in the partition. Rollouts without a group are not counted.
         rollout_count: number of rollouts with samples in the partition.
         fields: fields of the partition.
         tasks: tasks of the partition.
         custom_meta_columns: custom_meta columns of the partition.
         used_bytes: total size of the sample values in bytes. The size of partly freed puts is estimated per field.
-        max_bytes: byte quota of the partition. None: unlimited.
+        max_bytes: byte quota of the partition, or None if unlimited.
         admissions: limits on the outstanding work of each task.
         waiting_put_count: number of puts of new samples that wait for capacity or for a task.
-        declared_tasks: names of the tasks that may consume the partition. Empty: any task may consume it.
-        samples_per_round: number of samples per round, as declared by the creator. None if not declared.
-        revision: revision of this description. `watch` can start from it.
-        release: rules for clearing samples automatically. None: samples are never cleared automatically.
+        declared_tasks: names of the tasks that may consume the partition. If empty, any task may consume the partition.
+        samples_per_round: number of samples per round, as declared by the creator. The number is None if not declared.
+        revision: revision of this description. `watch` can start from this revision.
+        release: rules for clearing samples automatically. If None, samples are never cleared automatically.
         released_count: number of samples released because all required tasks had finished with them.
         expired_count: number of samples released because of their age.
     """
@@ -527,9 +533,9 @@ class SamplerOption:
 
     Attributes:
         name: name of the option.
-        type: type of the option, such as "whole number", "text or null" or "one of skip, take". Empty if the sampler
-            does not declare the type.
-        default_json: default value as JSON. None if the option is required.
+        type: type of the option, such as "whole number", "text or null" or "one of skip, take". The type is empty if
+            the sampler does not declare it.
+        default_json: default value as JSON, or None if the option is required.
         summary: one-sentence description of the option.
     """
 
@@ -555,7 +561,7 @@ class StorageStat:
     Attributes:
         storage_id: name of the storage service.
         boot_id: id of the service instance, 16 bytes.
-        max_bytes: byte quota of the storage service. None: unlimited.
+        max_bytes: byte quota of the storage service, or None if unlimited.
         used_bytes: number of bytes stored and reserved.
         pooled_bytes: number of free bytes retained for reuse, not included in `used_bytes`.
         put_count: number of stored puts.
@@ -579,16 +585,15 @@ class StorageStat:
 class RecordingStatus:
     """State of a service's step recording.
 
-    place: directory or URL of the recording, without passwords. Empty if the caller's token does not cover all
-    partitions.
-        place: directory or URL of the recording, without passwords; empty if the caller's token does not cover all
-            partitions.
-        is_recording: whether the service is recording steps. False after an error.
-        error: the error that stopped the recording. Empty if there was no error.
+    Attributes:
+        place: directory or URL of the recording, without passwords. The text is empty if the caller's token does not
+            cover all partitions.
+        is_recording: whether the service is recording steps. The value is False after an error.
+        error: the error that stopped the recording. The text is empty if there was no error.
         step_count: number of steps in the recording.
         stored_bytes: size in bytes of all steps in the recording.
         recorded_step_count: number of steps recorded since the service started.
-        skipped_step_count: number of steps that the service failed to record since it started.
+        skipped_step_count: number of steps that the service has failed to record since it started.
         removed_step_count: number of steps removed since the service started, to make space for newer steps.
         pending_bytes: number of bytes in memory that are waiting to be written to the recording.
         copied_bytes: number of bytes recorded by copying puts, since the service started.
@@ -624,13 +629,13 @@ class ServiceInfo:
         uptime_seconds: time since the process started.
         durability: worst failure that acknowledged changes survive: none ("memory"), a process crash ("process"), a
             host crash ("disk"), or the loss of the host ("cluster").
-        data_dir: directory of the service's persistent state. Empty if the service has no persistent state, or if the
-            caller's token does not cover all partitions.
+        data_dir: directory of the service's persistent state. The path is empty if the service has no persistent state,
+            or if the caller's token does not cover all partitions.
         tls: whether the service uses TLS.
         client_certificates: whether clients must present a certificate.
         auth: whether calls require a token.
         shared_memory: whether the service shares memory with clients on its own host.
-        recording: state of the recording; None if the service does not record steps.
+        recording: state of the recording, or None if the service does not record steps.
     """
 
     version: str
@@ -652,10 +657,10 @@ class ControllerStatus:
 
     Attributes:
         name: name of the controller within the cluster. The name is stored in the controller's data directory.
-        address: address at which clients reach the controller.
+        address: address that clients use to reach the controller.
         is_leader: whether the controller is the leader. All other controllers are standbys.
-        epoch: for the leader, a number higher than the epoch of every earlier leader. 0 for standbys.
-        lag_count: number of journal records that the controller had not applied one second ago.
+        epoch: for the leader, a number higher than the epoch of every earlier leader. The epoch is 0 for standbys.
+        lag_count: number of journal records that the controller had not yet applied about one second ago.
     """
 
     name: str
@@ -671,7 +676,7 @@ class MirrorStatus:
 
     Attributes:
         url: URL of the object store, without user, password and settings.
-        is_reachable: whether the object store responded to the last call. None before the first call.
+        is_reachable: whether the object store responded to the last call. The value is None before the first call.
         unmirrored_bytes: number of bytes in puts that lack required copies, including incomplete puts.
         short_put_count: number of puts that have all required copies but fewer copies than requested.
         unfetched_put_count: number of puts taken over from another storage service but not fetched yet.
@@ -692,18 +697,19 @@ class StorageStatus:
 
     Attributes:
         storage_id: name of the storage service.
-        address: address at which clients reach the service. Empty if the service runs in the controller's process and
-            shares the controller's address.
+        address: address that clients use to reach the service. The address is empty if the service runs in the
+            controller's process and shares the controller's address.
         used_bytes: number of bytes stored and reserved.
-        max_bytes: byte quota of the service. None: unlimited.
+        max_bytes: byte quota of the service, or None if unlimited.
         put_count: number of stored puts.
         version: version of the service. Empty if unknown.
-        heard_ago_seconds: time since the last heartbeat. None if the service runs in the controller's process.
+        heard_ago_seconds: time since the last heartbeat. The time is None if the service runs in the controller's
+            process.
         is_silent: whether heartbeats have stopped. A silent service receives no new puts.
-        mirror: state of the mirror as of the last heartbeat. None without a mirror.
+        mirror: state of the mirror as of the last heartbeat. The state is None if the service has no mirror.
         is_adopted: whether this entry describes the puts of a lost storage service that has been replaced. The storage
-            service at `address` has taken over the puts. `used_bytes` and `max_bytes` describe that service, whose
-            quota includes the adopted puts.
+            service at `address` has taken over the puts. `used_bytes` and `max_bytes` describe the adopting service,
+            whose quota includes the adopted puts.
     """
 
     storage_id: str
@@ -743,9 +749,10 @@ class ServiceStatus:
         storages: the controller's storage services, sorted by name.
         partitions: the service's partitions, sorted by name.
         waits: waiting calls by reason, sorted by partition and, within a partition, by the arrival of the first call.
-            At most 32 entries per partition.
-        revision: revision of the complete status. `watch` can start from it.
-        controllers: the controllers of the cluster, starting with the leader. Empty for a single controller.
+            There are at most 32 entries per partition.
+        revision: revision of the complete status. `watch` can start from this revision.
+        controllers: the controllers of the cluster, starting with the leader. The tuple is empty if there is only a
+            single controller.
         policies: published policy versions, sorted by policy.
     """
 
@@ -759,11 +766,11 @@ class ServiceStatus:
 
     @property
     def own_storages(self) -> list[StorageStatus]:
-        """The storage services without adopted entries, for summing bytes and quotas."""
+        """The storage services, excluding adopted entries, for summing bytes and quotas."""
         return [storage for storage in self.storages if not storage.is_adopted]
 
     def successor_of(self, adopted: StorageStatus) -> str | None:
-        """Return the name of the service that took over the adopted puts, or None if it is not registered."""
+        """Return the name of the service that took over the adopted puts, or None if that service is not registered."""
         return next((each.storage_id for each in self.own_storages if each.address == adopted.address), None)
 
 
@@ -790,10 +797,11 @@ class CheckpointSummary:
 
     Attributes:
         name: name of the checkpoint, relative to the service's `checkpoint_dir`.
-        written_at: time at which the service began to write the checkpoint, in seconds since 1970 (UTC).
+        written_at: time when the service began writing the checkpoint, in seconds since 1970 (UTC).
         file_bytes: size of the checkpoint file in bytes.
         metadata: metadata that the caller of `checkpoint` specified.
-        problem: reason why the checkpoint cannot be read, according to its header. Empty if it can be read.
+        problem: reason why the checkpoint cannot be read, according to its header. The reason is empty if the
+            checkpoint can be read.
     """
 
     name: str

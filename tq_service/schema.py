@@ -15,7 +15,7 @@ from tq_service.errors import InvalidArgumentError
 class Layout(StrEnum):
     """Layout of a field's rows.
 
-    `AUTO` is for declarations only. Such a field is dense until rows differ in shape, and jagged afterwards.
+    `AUTO` is for declarations only. Such a field is dense until rows differ in shape, and jagged from then on.
     """
 
     AUTO = "auto"
@@ -121,15 +121,15 @@ class FieldSpec:
 
     Attributes:
         name: name of the field, unique within the partition.
-        dtype: name of a torch dtype, such as "float32" or "bfloat16". Empty for objects, or if the first put determines
-            the dtype.
+        dtype: name of a torch dtype, such as "float32" or "bfloat16". The name is empty for objects, or if the first
+            put determines the dtype.
         layout: dense, jagged or object. Declarations may also use "auto", which is dense until rows differ in shape,
-            and jagged afterwards. None: the partition's `default_layout`.
-        row_shape: shape of a row, with -1 for ragged dimensions and () for scalars. None: the first put determines the
-            shape.
-        encoding: for objects: UTF-8 text, raw bytes, or msgpack, which can represent any object. A field declared as
-            text or bytes rejects all other values. With None or msgpack, the field accepts any object, and stores each
-            object in the encoding chosen by the put.
+            and jagged from then on. If None, the partition's `default_layout` applies.
+        row_shape: shape of a row, with -1 for ragged dimensions and () for scalars. If None, the first put determines
+            the shape.
+        encoding: encoding of objects, which is UTF-8 text, raw bytes, or msgpack, which can represent any object. A
+            field declared as text or bytes rejects all other values. With None or msgpack, the field accepts any
+            object, and stores each object in the encoding chosen by the put.
         write_once: whether the value of a sample can be written only once. A second write fails with AlreadyExistsError
             until the sample is cleared.
         scope: "row": each sample has its own value. "group": all samples in a group share a value, such as the image in
@@ -162,7 +162,7 @@ class FieldSpec:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise InvalidArgumentError("a field has an empty name; give every field a name", field="name")
+            raise InvalidArgumentError("a field has an empty name; specify a name for every field", field="name")
         if type(self.write_once) is not bool:
             raise InvalidArgumentError(
                 f"field {self.name!r}: write_once is {self.write_once!r}; expected True or False",
@@ -217,14 +217,14 @@ class FieldSpec:
 
     @property
     def itemsize(self) -> int:
-        """Size of one element in bytes; 1 for objects."""
+        """Size of one element in bytes, or 1 for objects."""
         return DTYPE_SIZES[self.dtype] if self.dtype else 1
 
     @property
     def ragged_dims(self) -> tuple[int, ...]:
         """Dimensions in which the size may differ between rows.
 
-        Empty for a jagged field while all rows have the same shape.
+        The tuple is empty for a jagged field while all rows have the same shape.
         """
         return tuple(dim for dim, size in enumerate(self.row_shape or ()) if size < 0)
 
@@ -249,32 +249,32 @@ class Admission:
         most: maximum number of outstanding units, at least 1.
         unit: the unit that `most` counts: samples, rollouts or groups. A sample without a rollout or group counts as a
             unit. Adding members to a group or rollout does not increase the count.
-        given_back: event that ends a unit's outstanding state. "delivered": its delivery. "trained": the training of
-            its batch, or the acknowledgement of its samples. "published": publication of the next version of `policy`
-            after the training or acknowledgement.
+        given_back: event that ends a unit's outstanding state. "delivered": the unit is delivered. "trained": the
+            unit's batch is trained, or the unit's samples are acknowledged. "published": the next version of `policy`
+            is published after the training or acknowledgement.
         policy: policy for `given_back="published"`, which waits for the policy's next version. The name is relative to
             the client's namespace.
         max_staleness: maximum number of versions that may be published between the creation of a sample's slot and its
-            training. Sets `most` to `(max_staleness + 1) * global_batch`, and `given_back` to "published". Batches are
-            planned within this limit, and only `acquire` can create samples. None: unbounded.
+            training. This setting also sets `most` to `(max_staleness + 1) * global_batch`, and `given_back` to
+            "published". Batches are planned within this limit, and only `acquire` can create samples. None means
+            unbounded.
         global_batch: number of units that all ranks together consume per version. Used with `max_staleness`.
         late: what happens to unfinished work that delays a batch, with `max_staleness`. "wait": batches wait for the
-            work. "evict": the work is evicted, even if a worker is processing it, see `claim(unmatched=, refill=)`.
+            work. "evict": the work is evicted, even if a worker is processing it; see `claim(unmatched=, refill=)`.
         most_running: maximum number of held units, that is, units being generated. At the limit, `acquire`,
             `claim(admit=)` and puts of held samples wait until other units finish. A group counts as held while any of
-            its samples is held. 0: unlimited.
+            its samples is held. 0 means unlimited.
         overflow: what happens to a put that would exceed `most` outstanding units. "wait": the put waits.
-            "drop_lowest": the put also clears the pending units with the lowest priority. It never clears a unit that
-            is held, leased, in an untrained batch of ranks (`advance`), or in an incomplete group.
+            "drop_lowest": the put also clears the pending units with the lowest priority. The put never clears a unit
+            that is held, leased, in an untrained batch of ranks (`advance`), or in an incomplete group.
         priority_key: custom_meta column that stores each sample's priority, for `overflow="drop_lowest"`. The priority
             of a group is the mean over its members. Units without a priority are dropped last. Units of equal priority
-            are dropped oldest first. Empty: all units are dropped oldest first.
+            are dropped oldest first. If empty, all units are dropped oldest first.
         samples_per_insert: target ratio of deliveries to inserted samples. The task's batches wait if the ratio is too
-            high, and puts wait if the ratio is too low. 0: unbounded.
+            high, and puts wait if the ratio is too low. 0 means unbounded.
         min_size_to_sample: number of samples that must be inserted before the first batch, with `samples_per_insert`.
-            Only samples inserted later count towards the ratio. 0 is treated as 1.
-        error_buffer: number of deliveries by which the task may exceed or fall short of the ratio, with
-            `samples_per_insert`.
+            Only samples inserted later count toward the ratio. 0 is treated as 1.
+        error_buffer: how many deliveries the task may be above or below the ratio, with `samples_per_insert`.
     """
 
     task_name: str
@@ -364,7 +364,7 @@ class Admission:
         if self.max_staleness < 0 or self.global_batch < 1:
             raise InvalidArgumentError(
                 f"max_staleness {whose} is {self.max_staleness}, and global_batch is {self.global_batch}; expected 0 "
-                "or more versions, and a global batch of 1 or more units over all ranks",
+                "or more versions, and a global batch of 1 or more units across all ranks",
                 field="admissions",
             )
         most = (self.max_staleness + 1) * self.global_batch
@@ -373,7 +373,7 @@ class Admission:
         ):  # fmt: skip
             if given not in (implied, unset):
                 raise InvalidArgumentError(
-                    f"{name} {whose} is {given!r}, but its max_staleness implies {implied!r}; leave {name} out",
+                    f"{name} {whose} is {given!r}, but its max_staleness implies {implied!r}; omit {name}",
                     field="admissions",
                 )
             object.__setattr__(self, name, implied)
@@ -391,12 +391,12 @@ class Release:
         when: event that completes a sample for ranks: "trained", or "saved" if a trainer checkpoint must cover the
             batch (`advance`). A queue worker completes a sample by acknowledging it. A sample that failed or was
             skipped with its group also counts as completed. The sample is released once all of `tasks` have completed
-            it. None: consumption does not release samples.
-        tasks: tasks that must complete a sample before it is released. Queue claims of these tasks need a lease. Empty:
-            all declared `tasks` of the partition.
+            it. If None, consumption does not release samples.
+        tasks: tasks that must complete a sample before it is released. Queue claims of these tasks need a lease. If
+            empty, all declared `tasks` of the partition must complete the sample.
         ttl_seconds: time after which a sample is released, even if tasks have not completed it. The time starts when
             the sample is put or becomes live, and restarts when the service starts. Samples are kept while they are in
-            a batch that one of `tasks` has yet to train or save. None: samples do not expire.
+            a batch that one of `tasks` has yet to train on or save. If None, samples do not expire.
     """
 
     when: ReleaseWhen | None = None
@@ -412,7 +412,7 @@ class Release:
         elif self.when is None and self.ttl_seconds is None:
             problem = "neither when nor ttl_seconds is given; set at least one of them"
         elif self.when is None and self.tasks:
-            problem = f"tasks is {', '.join(self.tasks)}, but when is not set; set when, or leave tasks out"
+            problem = f"tasks is {', '.join(self.tasks)}, but when is not set; set when, or omit tasks"
         if problem:
             raise InvalidArgumentError(f"release: {problem}", field="release")
         for name in self.tasks:
@@ -423,17 +423,18 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Request for slots that rollout workers receive together with the prompts they claim, see `claim(admit=)`.
+    """Request for slots that rollout workers receive together with the prompts they claim; see `claim(admit=)`.
 
     Attributes:
-        partition_id: partition in which to create the slots. It must exist.
+        partition_id: partition to create the slots in. The partition must exist.
         group_size: number of slots per prompt. If greater than 1, the slots form a group named after the prompt's key.
             If 1 or None, the prompt gets a single slot with the same key.
         on_lost: what happens to slots that are still held when the lease expires. "remove": the slots are removed, and
             their prompts can be claimed again. "requeue": workers can claim the slots with `claim(held=True)`. "fail":
             the slots fail. With "requeue" and "fail", the prompts themselves are done.
-        policy: policy whose published version is stored as `start_version` in the custom_meta of the slots. None: the
-            policy of the admission with a `max_staleness`. If there is no such admission, `start_version` is not set.
+        policy: policy whose published version is stored as `start_version` in the custom_meta of the slots. If None,
+            the policy of the admission with a `max_staleness` is used. If there is no such admission, `start_version`
+            is not set.
     """
 
     partition_id: str
@@ -461,10 +462,10 @@ class StepTotals:
     Attributes:
         sample_count: number of samples. A sample that is delivered several times is counted each time.
         rollout_count: number of rollouts. A sample without a rollout counts as a rollout.
-        group_count: number of groups. A rollout or sample without a group counts as a group. A group that is split over
-            several steps is counted in each step.
-        token_count: number of tokens, computed from pack lengths if available, otherwise from sample lengths. None if
-            any length is unknown.
+        group_count: number of groups. A rollout or sample without a group counts as a group. A group that is split
+            across several steps is counted in each step.
+        token_count: number of tokens, computed from pack lengths if available, otherwise from sample lengths. The count
+            is None if any length is unknown.
         sums: sum of each requested custom_meta column.
     """
 
@@ -480,9 +481,9 @@ _CONSUMED: Final = ("consumed_count", "kept_count")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndCounts:
-    """Number of samples in a partition by outcome, counted when a task reached its end.
+    """Number of samples in a partition by outcome, counted when a task reached the end of the partition.
 
-    All ranks receive equal counts.
+    All ranks receive the same counts.
 
     Attributes:
         consumed_count: number of samples that the task consumed in this epoch, including cleared samples.
@@ -539,7 +540,7 @@ def check_range(name: str, value: float, least: int, most: float = _LARGEST, hin
     if not least <= value <= most:  # also true for NaN and infinity
         expected = f"{least} or more" if most == _LARGEST else f"{least} to {most}"
         raise InvalidArgumentError(
-            f"{name} is {value}; give {expected}{hint}",
+            f"{name} is {value}; expected {expected}{hint}",
             field=name,
             metadata={"got": str(value), "expected": expected},
         )
@@ -549,7 +550,7 @@ def check_named_rows(name: str, count: int) -> None:
     """Reject a write of too many samples with keys or groups, because it would block the event loop for too long."""
     if count > MOST_NAMED_PER_WRITE:
         raise InvalidArgumentError(
-            f"{name} names {count} samples, expected at most {MOST_NAMED_PER_WRITE} in one call. Write them in several "
+            f"{name} names {count} samples; expected at most {MOST_NAMED_PER_WRITE} per call. Write them in several "
             f"calls of at most {MOST_NAMED_PER_WRITE} samples each, or without keys and groups.",
             field=name,
             metadata={"got": str(count), "limit": str(MOST_NAMED_PER_WRITE)},
@@ -566,7 +567,7 @@ def check_name(what: str, name: str) -> None:
     """Raise InvalidArgumentError if a name is empty, too long or not printable."""
     if not name or len(name) > 512 or not name.isprintable():
         raise InvalidArgumentError(
-            f"{what} is {name[:64]!r}; give 1 to 512 printable characters",
+            f"{what} is {name[:64]!r}; expected 1 to 512 printable characters",
             field=what,
             metadata={"got": name[:64], "expected": "1 to 512 printable characters"},
         )
@@ -590,5 +591,5 @@ def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, and the
 
 
 def check_passed_on(name: str, value: bytes) -> None:
-    """Raise InvalidArgumentError if an unknown id is malformed, although the service should have issued it."""
+    """Raise InvalidArgumentError if an unknown id that the service should have issued is malformed."""
     check_id(name, value, "send the id as returned by the service")

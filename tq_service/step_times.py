@@ -1,9 +1,9 @@
 """Time breakdown of a trainer's steps.
 
-`StepTimer` measures the stages of each step. `StepReport` shows the share of each stage, with advice.
+`StepTimer` measures the stages of each step. `StepReport` shows the share of each stage and gives advice.
 
-A step ends when the trainer receives its next data. The step time consists of the trainer's own work and of the stages
-for which the trainer waited. Fetching a batch while the trainer works does not add to the step time. A stage is
+A step ends when the trainer receives its next data. The step time consists of the trainer's own work and the stages
+that the trainer waited for. Fetching a batch while the trainer works does not add to the step time. A stage is
 therefore counted only while the trainer waits for it::
 
     trainer   ── work ─────────────────────┐   waits   ┌── work ──
@@ -77,7 +77,7 @@ class StepTimes:
 
     @classmethod
     def sum(cls, ranks: Iterable[StepTimes]) -> StepTimes | None:
-        """Return the sum over all ranks, or None if there are no ranks."""
+        """Return the sum of the times of all ranks, or None if there are no ranks."""
         found = list(ranks)
         if not found:
             return None
@@ -90,7 +90,7 @@ class StepTimes:
 
     @property
     def total_seconds(self) -> float:
-        """Total seconds over all stages."""
+        """Total seconds across all stages."""
         return sum(self.seconds.values())
 
     @property
@@ -120,16 +120,17 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
-    """Cost of a particular kind of call, measured by the caller, whether or not the trainer waited for it.
+    """Cost of a particular kind of call, measured by the caller, whether or not the trainer waited for the call.
 
     Attributes:
         stage: kind of call: `plan` for claims, and `transfer` and `host` for the two parts of `get_data`.
         call_count: number of measured calls. At most the latest 256 calls are measured.
         mean_seconds: mean duration of a call.
-        mean_bytes: mean number of bytes per call. 0 for claims.
-        fixed_seconds: part of the duration that does not depend on the size of the call. None if the sizes vary too
-            little to estimate it.
-        bytes_per_second: throughput during the rest of the call. None if the sizes vary too little to estimate it.
+        mean_bytes: mean number of bytes per call, or 0 for claims.
+        fixed_seconds: part of the duration that does not depend on the size of the call. The value is None if the sizes
+            vary too little for an estimate.
+        bytes_per_second: throughput during the rest of the call. The value is None if the sizes vary too little for an
+            estimate.
     """
 
     stage: Stage
@@ -164,7 +165,7 @@ class CallCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Measurements of a `StepTimer` for the latest batches. `str()` formats them for display.
+    """Measurements of a `StepTimer` for the latest batches. `str()` formats the report for display.
 
     Attributes:
         times: seconds by stage.
@@ -200,8 +201,8 @@ class StepTimer:
         print(timer.report())
 
     Args:
-        batch_count: number of latest batches that a report covers.
-        clock: function that returns the time in seconds, on a clock shared by all processes of the host.
+        batch_count: number of most recent batches that a report covers.
+        clock: function that returns the time in seconds, on a clock shared by all processes on the host.
 
     Raises:
         InvalidArgumentError: `batch_count` is less than 1.
@@ -218,10 +219,10 @@ class StepTimer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a step. Client calls in the block count as waiting, everything else as the trainer's own work.
+        """Measure a step. Client calls in the block count as waiting; everything else counts as the trainer's own work.
 
-        A call counts if it is made in the block's own thread, or in an asyncio task that the block starts. A step that
-        raises an exception does not count.
+        A call counts if it is made in the block's own thread, or in an asyncio task that the block starts. A step
+        that raises an exception is not counted.
         """
         reported = step_report.set(self.take_report)
         began_at = self.clock()
@@ -237,11 +238,11 @@ class StepTimer:
         """Add all or part of a step, in which the trainer worked until `asked_at` and waited until `ended_at`.
 
         Args:
-            began_at: time at which the trainer received its previous data.
-            asked_at: time at which the trainer requested more data.
-            ended_at: time at which the trainer received the requested data.
+            began_at: time when the trainer received its previous data.
+            asked_at: time when the trainer requested more data.
+            ended_at: time when the trainer received the requested data.
             calls: calls made by the trainer while it worked.
-            waits: all stages of the batch for which the trainer waited, and the number of batches that begin with this
+            waits: all stages of the batch that the trainer waited for, and the number of batches that begin with this
                 part.
         """
         seconds = dict.fromkeys(Stage, 0.0)
@@ -268,7 +269,7 @@ class StepTimer:
         return StepReport(times=self._times(), calls=tuple(CallCost.of(stage, each) for stage, each in calls.items()))
 
     def take_report(self) -> StepTimes | None:
-        """Return the times to publish on the service, or None if times were published a moment ago."""
+        """Return the times to publish to the service, or None if times were published a moment ago."""
         now = self.clock()
         if not self._batches or (self._reported_at is not None and now - self._reported_at < _REPORT_SECONDS):
             return None
@@ -316,8 +317,8 @@ def fit_calls(size_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[fl
     The weights are Huber's (Robust Estimation of a Location Parameter, 1964), computed iteratively.
 
     Returns:
-        Fixed seconds per call, and bytes per second. None if there are too few calls, if the call sizes vary too
-        little, or if larger calls do not take longer.
+        Fixed seconds per call, and bytes per second. The result is None if there are too few calls, if the call sizes
+        vary too little, or if larger calls do not take longer.
     """
     import numpy as np  # noqa: PLC0415  (the command line reads results without numpy)
 

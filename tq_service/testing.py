@@ -40,9 +40,9 @@ class ListeningProcess:
 
     Args:
         command: the program and its arguments.
-        env: environment of the program. None: the environment of this process.
-        cwd: working directory of the program. None: the working directory of this process.
-        log: file to which the program's stderr is appended. None: the stderr of this process.
+        env: environment of the program. If None, the program inherits the environment of this process.
+        cwd: working directory of the program. If None, the working directory of this process is used.
+        log: file that the program's stderr is appended to. If None, the stderr of this process is used.
         start_new_session: whether terminal signals, such as Ctrl-C, reach only this process. This process then decides
             when the program stops.
         start_timeout: maximum time in seconds until the program listens.
@@ -137,7 +137,7 @@ class ListeningProcess:
 
     @property
     def address(self) -> str:
-        """The address at which the program listens, as "host:port". Empty before the first start."""
+        """The address that the program listens on, as "host:port". The address is empty before the first start."""
         return self._address
 
     @property
@@ -165,7 +165,10 @@ class ListeningProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The program's exit code, or the negated number of the signal that killed it. None while it is running."""
+        """The program's exit code, or the negated number of the signal that killed it.
+
+        The code is None while the program is running.
+        """
         return self.process.poll()
 
     def read_log(self) -> str:
@@ -186,7 +189,7 @@ class ListeningProcess:
         """Wait until the program exits, and return its exit code.
 
         Args:
-            timeout: maximum number of seconds to wait. None: unlimited.
+            timeout: maximum number of seconds to wait. If None, the wait is unlimited.
         """
         code = self.process.wait(timeout)
         if self.process.stdin is not None:
@@ -221,16 +224,16 @@ class ServiceProcess(ListeningProcess):
         with ServiceProcess("--max-bytes", "1GiB") as service, tq.Client(service.address) as client:
             ...
 
-    The service keeps its port across restarts. It stops when this process ends for any reason. It does not inherit
-    settings from environment variables (`TQ_*`).
+    The service keeps its port across restarts. The service stops when this process ends for any reason. The service
+    does not inherit settings from environment variables (`TQ_*`).
 
     Args:
         *flags: flags of `tq-service serve`.
-        data_dir: data directory of the service. None: the state is lost when the service stops.
+        data_dir: data directory of the service. If None, the state is lost when the service stops.
         env: additional environment variables for the service.
         command: command that runs `tq-service`.
-        cwd: working directory of the service. None: the working directory of this process.
-        log: file to which the service's log is appended. None: the stderr of this process.
+        cwd: working directory of the service. If None, the working directory of this process is used.
+        log: file that the service's log is appended to. If None, the stderr of this process is used.
         start_new_session: see `ListeningProcess`.
         start_timeout: maximum time in seconds until the service listens.
         stop_timeout: time in seconds between SIGTERM and SIGKILL.

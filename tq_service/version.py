@@ -9,7 +9,7 @@ from typing import Final
 VERSION: Final = "0.1.0"
 
 PROTOCOL: Final = 4
-"""Protocol version. It is incremented when older peers would misread a change to the protos or to a byte layout.
+"""Protocol version, which is incremented when older peers would misread a change to the protos or a byte layout.
 
 `make accept-protos` increments the version if `buf breaking` finds such a change.
 """
@@ -19,7 +19,7 @@ _COMMIT_LENGTH: Final = 9
 
 
 def _commit() -> str:
-    """Return the commit from which this package was built, or its clone's checked-out commit, or "" if unknown."""
+    """Return the commit that this package was built from, or the commit checked out in its clone, or "" if unknown."""
     try:
         return (_PACKAGE / "COMMIT").read_text().strip()  # written by hatch_build.py
     except OSError:
@@ -31,7 +31,7 @@ def _commit() -> str:
 
 
 def _head_of(clone: Path) -> str:
-    """Return the checked-out commit of a clone. The files of git are read directly, because git may not be installed.
+    """Return the checked-out commit of a clone. Git's files are read directly, because git may not be installed.
 
     Raises:
         OSError: the directory is not a git clone.

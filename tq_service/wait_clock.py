@@ -20,7 +20,7 @@ class WaitClock:
 
 
 wait_clock: Final[ContextVar[WaitClock | None]] = ContextVar("wait_clock", default=None)
-"""The clock of the current call. None if the wait time of the call is not measured."""
+"""The clock of the current call. The value is None if the wait time of the call is not measured."""
 
 
 WhileWaiting: TypeAlias = Callable[[], AbstractContextManager[None]]

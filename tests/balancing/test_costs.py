@@ -49,7 +49,7 @@ def test_attention_costs_are_balanced_to_a_thousandth(equal_size):
         ("flops", r"cost: got 'flops', expected one of 'tokens', 'attention'"),
         (7, r"cost: got 7, expected a name or a function"),
         (lambda lengths: lengths[:1], r"shape \(1,\) for 2 lengths"),
-        (lambda lengths: lengths - 2, r"got -1 for a length of 1, expected a finite number of at least 0"),
+        (lambda lengths: lengths - 2, r"got -1 for a length of 1, expected a finite, non-negative number"),
         (lambda lengths: lengths * float("nan"), r"got nan for a length of 1"),
         (lambda lengths: lengths > 1, r"got values of dtype bool"),
         (lambda lengths: lengths * 2**61, r"total of 2\*\*62 or more"),
@@ -62,5 +62,5 @@ def test_bad_costs_say_what_was_got_and_expected(cost, message):
 
 @pytest.mark.parametrize("options", [{"linear": -1}, {"quadratic": float("nan")}, {"linear": 0, "quadratic": 0}])
 def test_attention_factors_that_mean_nothing_are_refused(options):
-    with pytest.raises(ValueError, match="expected finite numbers of at least 0"):
+    with pytest.raises(ValueError, match="expected finite, non-negative numbers"):
         AttentionCost(**options)

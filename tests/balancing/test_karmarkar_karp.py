@@ -131,7 +131,7 @@ def test_many_items_of_one_length_in_any_integer_type():
         ([1, 2], -1, True, r"k_partitions: got -1, expected an integer of at least 1"),
         ([1, 2], 1.5, True, r"k_partitions: got 1.5, expected an integer"),
         ([1, 2], True, True, r"k_partitions: got True, expected an integer"),
-        ([1, -2, 3], 2, False, r"got -2 at position 1, expected lengths of at least 0"),
+        ([1, -2, 3], 2, False, r"got -2 at position 1, expected a non-negative length"),
         ([1, 2.5], 2, False, r"got 1.0 at position 0 .*expected integers"),
         ([1, float("nan")], 2, False, r"expected integers"),
         ([True, False], 2, False, r"got True at position 0"),

@@ -223,7 +223,7 @@ def test_partitions_are_listed_shown_sealed_and_cleared(filled: tq.Client) -> No
     assert invoke("partition", "seal", "train@1") == "sealed train@1 with 0 samples\n"
     refused = CliRunner().invoke(app, ["partition", "clear", "train@0"])
     assert isinstance(refused.exception, tq.errors.InvalidArgumentError)
-    assert "Pass --yes" in str(refused.exception)
+    assert "pass --yes" in str(refused.exception)
     missing = CliRunner().invoke(app, ["partition", "clear", "train@0", "none", "--yes"])
     assert isinstance(missing.exception, PartitionNotFoundError)
     assert len(filled.list_partitions()) == 2

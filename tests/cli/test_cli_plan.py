@@ -90,7 +90,7 @@ def test_files_and_options_that_do_not_fit_are_usage_errors(tmp_path, text, argu
 def test_a_file_that_is_not_there_is_a_usage_error(tmp_path):
     result = plan("--lengths", tmp_path / "none")
     assert result.exit_code == 2
-    assert "cannot be read" in result.output
+    assert "could not read" in result.output
 
 
 @pytest.mark.parametrize(("content", "columns"), [("5\n7\n", ()), ("tokens\n5\n7\n", ("--column", "tokens"))])

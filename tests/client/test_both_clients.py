@@ -108,7 +108,7 @@ async def test_empty_batch_is_typed_and_takes_no_call(kind, service):
     assert list(batch["text"]) == []
     assert await down.put(empty, {"reward": torch.zeros(0)}) == empty
     assert await down.clear_samples(empty) == 0
-    with pytest.raises(tq.errors.InvalidArgumentError, match="names no samples"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="metadata contains no samples"):
         await down.put(empty, {"reward": torch.zeros(1)})
     await down.aclose()
 

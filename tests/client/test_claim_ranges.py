@@ -45,7 +45,7 @@ async def test_a_range_of_one_is_a_list(client):
     ("arguments", "message"),
     [
         ({"batch_count": 0}, "batch_count is 0, expected 1 to 64"),
-        ({"batch_count": 65}, "batch_count is 65; give 1 to 64"),
+        ({"batch_count": 65}, "batch_count is 65; expected 1 to 64"),
         ({"batch_count": 2, "dp_rank": None, "dp_size": None, "batch_index": None}, "expected 1 for a queue worker"),
     ],
 )

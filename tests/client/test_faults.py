@@ -595,7 +595,7 @@ async def test_cells_that_moved_away_from_a_dead_storage_service_are_read_where_
         (answer_of([1, 2, 3]), "3 rows; expected 2"),
         ([*answer_of([1, 2]), storage_pb.GetResponse(frame=b"x")], "more bytes"),
         ([storage_pb.GetResponse()], "sent a message that could not be read"),
-        (answer_of([1, 2], name="y"), "no storage service sent field 'x'"),
+        (answer_of([1, 2], name="y"), "no storage service returned field 'x'"),
     ],
 )
 async def test_answers_that_do_not_agree_are_errors(kind, parts, words):

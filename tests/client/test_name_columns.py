@@ -120,7 +120,7 @@ async def test_rows_may_be_counted_by_any_column(client):
     assert (await client.insert("p", keys=np.array(["a", "b"]))).size == 2
     assert (await client.insert("p", custom_meta={"n": torch.arange(3)})).size == 3
     assert (await client.insert("p", groups=np.array(["g"] * 100))).size == 100
-    with pytest.raises(InvalidArgumentError, match="the put is empty: got 0 samples"):
+    with pytest.raises(InvalidArgumentError, match="the put contains 0 samples"):
         await client.insert("p", custom_meta={})
 
 

@@ -189,7 +189,7 @@ async def test_look_ups_and_clears_take_the_published_version(client):
 @pytest.mark.parametrize("comparison", ["==", "!=", "in"])
 async def test_a_published_version_is_compared_by_order_alone(client, comparison):
     await put(client, 0)
-    with pytest.raises(tq.errors.InvalidArgumentError, match="expected a column, one of <, <=, > and >=") as raised:
+    with pytest.raises(tq.errors.InvalidArgumentError, match="one of the operators <, <=, > and >=") as raised:
         await client.get_meta(**CLAIM, where=[("start_version", comparison, tq.Published())], max_wait=0.0)
     assert raised.value.field == "where"
 

@@ -56,12 +56,12 @@ PACKED = PackedSampler(optimizer_steps=2, pack_max_length=64)
         ({"batch_size": 2.0}, "batch_size", "batch_size is 2.0, expected a 64-bit integer"),
         ({"batch_size": 1 << 63}, "batch_size", "batch_size is 9223372036854775808, expected a 64-bit integer"),
         ({"dp_rank": 1 << 31}, "dp_rank", "dp_rank is 2147483648, expected a 32-bit integer"),
-        ({"batch_unit": "rows"}, "batch_unit", "batch_unit is 'rows', expected one of sample, group"),
+        ({"batch_unit": "rows"}, "batch_unit", "batch_unit is 'rows'; expected one of sample, group"),
         ({"lease": 0}, "lease", "lease is 0, expected a positive number"),
         ({"lease": float("nan")}, "lease", "expected a finite number of seconds"),
         ({"max_deliveries": 0}, "max_deliveries", "max_deliveries is 0"),
         ({"least_members": 0}, "least_members", "least_members is 0, expected at least 1"),
-        ({"unmatched": "drop"}, "unmatched", "unmatched is 'drop', expected one of wait, fail, clear"),
+        ({"unmatched": "drop"}, "unmatched", "unmatched is 'drop'; expected one of wait, fail, clear"),
         ({"where": [("a", "==")]}, "where", r"where\[0\] is \('a', '=='\), expected \(column, operator, value\)"),
         ({"where": [("a", "in", "xy")]}, r"where[0] with 'in'", "expected a list"),
         ({"where": [("a", "==", 1 << 63)]}, "int64_value", "expected a 64-bit integer"),
@@ -87,7 +87,7 @@ def test_what_cannot_be_sent_is_named(arguments: dict[str, Any], field: str, mes
 @pytest.mark.parametrize("empty", [[], (), np.array([])])
 def test_an_empty_list_is_not_taken_for_one_that_is_not_given(name: str, empty: Any) -> None:
     others = {"keys": None, "groups": None, "group_size": None, "custom_meta": None, name: empty}
-    with pytest.raises(InvalidArgumentError, match=f"{name} is empty, expected one name for each of 2 samples"):
+    with pytest.raises(InvalidArgumentError, match=f"{name} is empty, expected one name per sample"):
         write_of(NO_NAMESPACE, target="p", row_count=2, **others)
     write = write_of(NO_NAMESPACE, target="p", row_count=0, **others)
     assert write_message([write]).row_count == 0

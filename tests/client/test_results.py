@@ -147,7 +147,7 @@ def test_words_and_values_are_read_as_what_they_mean():
     with pytest.raises(InvalidArgumentError, match="got 1 values"):
         read_message(BatchSpec, message, sampler_config="{}", data_fields=("x",))
     message.batch_unit = 9  # type: ignore[assignment]
-    with pytest.raises(InvalidArgumentError, match="is 9, which is unknown"):
+    with pytest.raises(InvalidArgumentError, match="is 9; expected the enum number"):
         read_message(BatchSpec, message, sampler_config="{}", data_fields=("x",))
 
 

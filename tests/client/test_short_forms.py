@@ -44,11 +44,11 @@ async def test_samples_are_trained_within_the_bound_and_cleared(client):
 @pytest.mark.parametrize(
     ("arguments", "field", "words"),
     [
-        ({"max_staleness": 2, "global_batch": 4}, "max_staleness", "clear_after names 0 tasks; expected one"),
+        ({"max_staleness": 2, "global_batch": 4}, "max_staleness", "clear_after has 0 tasks; expected exactly one"),
         (
             {"max_staleness": 2, "global_batch": 4, "clear_after": ["reward", "actor"]},
             "max_staleness",
-            "clear_after names 2 tasks; expected one",
+            "clear_after has 2 tasks; expected exactly one",
         ),
         (
             {"max_staleness": 2, "clear_after": ["actor"]},
@@ -57,7 +57,7 @@ async def test_samples_are_trained_within_the_bound_and_cleared(client):
         ),
         ({"global_batch": 4, "clear_after": ["actor"]}, "global_batch", "global_batch is 4 without max_staleness"),
         ({"batch_unit": "group"}, "batch_unit", "batch_unit is 'group' without max_staleness"),
-        ({"clear_after": ["actor"], "release": tq.Release("saved", ["actor"])}, "clear_after", "both given"),
+        ({"clear_after": ["actor"], "release": tq.Release("saved", ["actor"])}, "clear_after", "both set"),
         ({"clear_after": []}, "clear_after", "clear_after is empty"),
         ({"clear_after": "actor"}, "clear_after", "expected a list of strings"),
         ({"release": "trained"}, "release", "release has a str, expected Release"),

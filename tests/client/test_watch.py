@@ -168,7 +168,7 @@ async def test_after_a_restart_a_watch_starts_over_and_a_revision_is_compacted(k
             assert table.state() == await listed_state(client)
             assert [key for (key, _, _), _ in table.samples["train"].values()] == list("abc" if has_data_dir else "c")
         async with watching(client.watch(revision=before)) as stale:
-            with pytest.raises(tq.errors.CompactedError, match=r"another instance of the service.*list again"):
+            with pytest.raises(tq.errors.CompactedError, match=r"another instance of the service.*List again"):
                 await next_update(stale)
         await client.aclose()
 

@@ -409,7 +409,7 @@ def test_a_storage_service_obeys_no_controller_that_was_superseded(
         (storage.control.ReconcilePuts, iter([ReconcilePutsRequest(controller_id=controller_id, epoch=old)])),
     ]
     for call, request in calls:
-        with pytest.raises(tq.errors.PreconditionError, match="now leads its cluster"), errors_of_grpc():
+        with pytest.raises(tq.errors.PreconditionError, match="its cluster is now led by"), errors_of_grpc():
             call(request, metadata=storage.as_service)
     assert storage.client().storage_stat(storage.address).put_count == 1
 
@@ -635,7 +635,7 @@ def test_a_data_directory_of_another_controller_is_refused(
     alone = start_server(role="controller", data_dir=tmp_path / "alone", internal_secret_file=tmp_path / "secret")
     alone.client().create_partition("train")
     alone.stop()
-    with pytest.raises(tq.errors.DataDirError, match=r"a controller outside cluster 'test'.*use an empty directory"):
+    with pytest.raises(tq.errors.DataDirError, match=r"a controller outside cluster 'test'.*Use an empty directory"):
         start_controller("alone")
 
 

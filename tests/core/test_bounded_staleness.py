@@ -188,7 +188,7 @@ async def test_what_could_evade_the_bound_is_refused():
     with pytest.raises(InvalidArgumentError, match="'start_version'"):
         update(catalog, slot.rows.tolist(), [], meta=[{"start_version": 5}])
     for arguments, message in (
-        ({"batch_size": 3}, "counts batches of 2 samples over all ranks; got 3"),
+        ({"batch_size": 3}, "requires batches of 2 samples over all ranks; got 3"),
         ({"batch_unit": "group"}, "got 2 groups"),
         ({"max_uses": 2}, "trained once"),
     ):

@@ -135,7 +135,7 @@ def test_only_fields_that_are_ragged_in_their_first_dimension_grow():
         with pytest.raises(FieldMismatchError, match="differ only in the first dimension"):
             worker.append([1, 1], [3, 0], columns=[column])
     for name in ("image", "n"):
-        with pytest.raises(FieldMismatchError, match="put the entire field instead"):
+        with pytest.raises(FieldMismatchError, match="Put the entire field instead"):
             worker.truncate([0, 0], names=[name])
 
 

@@ -14,7 +14,7 @@ from tq_service.errors import InvalidArgumentError, PartitionSealedError, Precon
 
 @pytest.mark.parametrize("rows_per_put", [-1, 4, 5])
 def test_the_rows_are_those_of_whole_puts(rows_per_put):
-    with pytest.raises(InvalidArgumentError, match=f"rows_per_put is {rows_per_put}, expected 0 or a divisor of the 6"):
+    with pytest.raises(InvalidArgumentError, match=f"rows_per_put is {rows_per_put}; expected 0 or a divisor of 6"):
         new_write(6, rows_per_put=rows_per_put)
 
 

@@ -215,7 +215,7 @@ def test_fields_of_groups_do_not_grow():
     assert claim.request_id
     with pytest.raises(InvalidArgumentError, match="group scope"):
         commit(train, change)
-    with pytest.raises(InvalidArgumentError, match="with a put of groups"):
+    with pytest.raises(InvalidArgumentError, match="in a put of groups"):
         update(train, [0], [dense("p", 2)])
 
 

@@ -142,7 +142,7 @@ def test_a_column_that_a_snapshot_does_not_have_takes_its_fill(path, caplog):
     assert again.priority[:4].tolist() == [5] * 4
     assert again.shelf[:4].tolist() == [None] * 4
     assert [record.getMessage() for record in caplog.records] == [
-        f"set a column that is missing from the snapshot to its default partition=train {column}"
+        f"a column is missing from the snapshot; using its default value partition=train {column}"
         for column in ("table=rows column=priority default=5", "table=puts column=shelf default=None")
     ]
 
@@ -159,7 +159,7 @@ def test_a_snapshot_of_this_version_misses_nothing(path, caplog):
 def test_an_unknown_column_was_written_by_a_newer_version(path):
     written(prioritized(4), path)
     with pytest.raises(
-        NewerVersionError, match=r"'train' was written by a newer version: .*'rows'.*'priority'.*install"
+        NewerVersionError, match=r"'train' was written by a newer version: .*'rows'.*'priority'.*Install"
     ):
         restored(path)
 
@@ -245,7 +245,7 @@ def test_an_unknown_fact_was_written_by_a_newer_version(path):
     ("kind", "value", "error"),
     [
         ("Colors", {}, "unknown kind 'Colors'"),
-        ("Header", {"format_version": snapshot_module.FORMAT_VERSION + 1}, "its format version is"),
+        ("Header", {"format_version": snapshot_module.FORMAT_VERSION + 1}, "the format version is"),
         ("Header", {"format_version": snapshot_module.FORMAT_VERSION, "is_blue": True}, "'is_blue'"),
     ],
 )

@@ -196,12 +196,12 @@ async def test_batches_behind_one_that_was_planned_wait_for_their_version_too(ca
 
 @pytest.mark.parametrize("count", [-1, 65])
 async def test_a_range_has_1_to_64_batches(count):
-    with pytest.raises(InvalidArgumentError, match=f"batch_count is {count}; give 1 to 64"):
+    with pytest.raises(InvalidArgumentError, match=f"batch_count is {count}; expected 1 to 64"):
         replace(asks((0, 1, 0)), batch_count=count)
 
 
 async def test_a_queue_worker_claims_one_by_one():
-    with pytest.raises(InvalidArgumentError, match="batch_count is 2, expected 1 for a queue worker"):
+    with pytest.raises(InvalidArgumentError, match="batch_count is 2; expected 1 for a queue worker"):
         replace(asks(), batch_count=2)
 
 

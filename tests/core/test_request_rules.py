@@ -19,8 +19,8 @@ def claim_spec(**arguments):
 @pytest.mark.parametrize(
     ("make", "field", "words"),
     [
-        (lambda: PartitionSettings(expected_samples=-1), "expected_samples", "is -1; give 0 or more"),
-        (lambda: PartitionSettings(samples_per_round=0), "samples_per_round", "is 0; give 1 or more, or leave it out"),
+        (lambda: PartitionSettings(expected_samples=-1), "expected_samples", "is -1; expected 0 or more"),
+        (lambda: PartitionSettings(samples_per_round=0), "samples_per_round", "is 0; expected 1 or more, or no value"),
         (lambda: PartitionSettings(tasks=("a", "a")), "tasks", "contains duplicates"),
         (lambda: PartitionSettings(tasks=("a", "")), "tasks", "printable"),
         (
@@ -28,7 +28,7 @@ def claim_spec(**arguments):
             "admissions",
             "'trian', which is not among tasks; .*'train'",
         ),
-        (lambda: PartitionSettings(max_bytes=0), "max_bytes", "is 0; give 1 or more, or leave it out"),
+        (lambda: PartitionSettings(max_bytes=0), "max_bytes", "is 0; expected 1 or more, or no value"),
         (lambda: PartitionSettings(fields=(FieldSpec("x"), FieldSpec("x"))), "fields", "contains duplicates"),
         (lambda: PartitionSettings(fields=(FieldSpec("x", "bool", "object"),)), "dtype", "declared as an object field"),
         (
@@ -55,9 +55,9 @@ def claim_spec(**arguments):
         (lambda: claim_spec(micro_batch_size=-1), "micro_batch_size", "0 for the whole batch"),
         (lambda: claim_spec(order_by=(Order("a"), Order(""))), "order_by", "empty column name at position 1"),
         (lambda: claim_spec(order_by=(Order("a"), Order("a", descending=True))), "order_by", "contains duplicates"),
-        (lambda: claim_spec(batch_size=4, min_batch_size=5), "min_batch_size", "give 1 to 4, the batch_size"),
+        (lambda: claim_spec(batch_size=4, min_batch_size=5), "min_batch_size", "expected 1 to 4, the batch_size"),
         (lambda: claim_spec(batch_size=4, min_batch_size=2, dp_size=1), "min_batch_size", "is only for queue workers"),
-        (lambda: Rank(dp_rank=0, dp_size=0, batch_index=0), "dp_size", "give 1 to 65536"),
+        (lambda: Rank(dp_rank=0, dp_size=0, batch_index=0), "dp_size", "expected 1 to 65536"),
         (lambda: Rank(dp_rank=2, dp_size=2, batch_index=0), "dp_rank", "less than dp_size"),
         (lambda: Rank(dp_rank=0, dp_size=1, batch_index=-1), "batch_index", "count from 0"),
         (lambda: Rank.of(dp_rank=0, dp_size=None, batch_index=1), "dp_size", "got dp_rank and batch_index without"),

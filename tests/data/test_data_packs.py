@@ -189,7 +189,7 @@ LONG = jagged([torch.arange(3), torch.arange(1)], 0, torch.arange(1))
         ({}, {}, [2, 2], "got length 2 for sample 1 of the pack; expected 1"),
         ({}, {}, [2], "got 1 lengths; expected 2"),
         ({}, {"pack_max_length": 2}, None, "got 3 tokens in 2 samples; expected at most pack_max_length = 2"),
-        ({"text": object_stack(["a", "b"])}, {}, None, "field 'text' holds objects"),
+        ({"text": object_stack(["a", "b"])}, {}, None, "field 'text' contains objects"),
         ({"image": object_stack([torch.ones(2, 2), torch.ones(3, 1)])}, {}, None, "rows that differ in several"),
         ({"prompt": LONG}, {}, None, "field 'prompt' has 3 values in sample 0 of the pack; expected 2"),
         ({"input_ids": torch.zeros(2)}, {}, None, r"'input_ids' has rows of shape \(\); expected one value per token"),
@@ -270,7 +270,7 @@ def test_what_may_be_per_token_or_per_sample_is_asked_for() -> None:
     square = TensorDict(uniform(square=torch.ones(3, 4, 4)), batch_size=[3])
     for batch, name in ((vector, "vector"), (square, "square")):
         with pytest.raises(
-            ValueError, match=f"field '{name}' has rows of shape .*list it in keep_fields if it is per sample"
+            ValueError, match=f"field '{name}' has rows of shape .*list the field in keep_fields if its"
         ):
             pack_sequences(batch, None, PackOptions(pack_max_length=12))
         kept = pack_sequences(batch, None, PackOptions(pack_max_length=12, keep_fields=(name,)))

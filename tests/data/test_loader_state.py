@@ -321,7 +321,7 @@ def test_an_old_state_says_what_is_trained_again_and_one_too_old_is_refused(
         same.load_state_dict(states[1])
         assert take(iter(same), 2) == [[8, 9, 10, 11], [12, 13, 14, 15]]
         other.load_state_dict(states[1])
-        assert "8 samples of batches 2 to 3 are trained again" in caplog.text
+        assert "8 samples of batches 2 to 3 are used for training again" in caplog.text
         assert take(iter(other), 1) == [[8, 9]]
         client.clear_partition(partition)
 

@@ -81,7 +81,7 @@ def test_the_ranks_of_a_mesh_of_two_dimensions_are_counted_row_by_row(answers: l
 def test_what_is_no_rank_or_replica_group_is_refused(answers: list[dict[str, Any]]) -> None:
     both, flat = answers[0]["refused"]
     assert both == "dp_group: got a group as well as dp_rank or dp_size; expected only one of the two"
-    assert flat.startswith("replica_group has 2 dimensions, ('dp', 'tp'); pass a one-dimensional mesh, or the process")
+    assert flat.startswith("replica_group has 2 dimensions, ('dp', 'tp'); pass a one-dimensional mesh, or a process")
 
 
 def test_all_processes_are_ranks_unless_something_else_is_said(answers: list[dict[str, Any]]) -> None:

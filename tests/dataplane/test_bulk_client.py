@@ -133,7 +133,7 @@ def test_an_advertised_address_is_used(start_server: StartServer, moved: list[in
 
 
 def test_a_port_that_is_taken_is_said(start_server: StartServer) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="set another bulk_port"):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="set a different bulk_port"):
         start_server(bulk_port=taken.getsockname()[1])
 
 

@@ -207,7 +207,7 @@ def test_a_put_that_is_sent_again_is_stored_once(driven: Driven, row_count: int)
 def test_a_put_larger_than_the_quota_is_refused(driven: Driven) -> None:
     if not driven.has_quota:
         pytest.skip("this place has no quota")
-    with pytest.raises(QuotaExceededError, match="larger than"):
+    with pytest.raises(QuotaExceededError, match="exceeds the limit"):
         driven.put(encode_columns({"x": np.zeros(MAX_BYTES // 8)}))
     assert driven.held() == (0, 0)
 

@@ -91,7 +91,7 @@ def test_a_second_opening_is_refused_until_the_first_is_closed(tmp_path: Path) -
     data_dir = DataDir.open(tmp_path)
     for _ in range(2):
         with pytest.raises(
-            DataDirError, match=rf"{tmp_path} is in use by process {os.getpid()} on .*; stop that process first"
+            DataDirError, match=rf"{tmp_path} is in use by process {os.getpid()} on .*\. Stop that process first"
         ):
             DataDir.open(tmp_path)
     data_dir.close()
@@ -105,7 +105,7 @@ def test_a_later_format_is_refused_with_both_versions(tmp_path: Path) -> None:
     path = tmp_path / "identity.json"
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "format_version": FORMAT_VERSION + 1}))
-    with pytest.raises(DataDirError, match=f"has format {FORMAT_VERSION + 1}, .* reads formats up to {FORMAT_VERSION}"):
+    with pytest.raises(DataDirError, match=f"has format {FORMAT_VERSION + 1}, .* formats up to {FORMAT_VERSION}"):
         DataDir.open(tmp_path)
     path.write_text(json.dumps(values))
     DataDir.open(tmp_path).close()  # the refused one has let go of the lock
@@ -115,7 +115,7 @@ def test_an_earlier_format_is_refused_and_not_taken_for_an_empty_directory(tmp_p
     DataDir.open(tmp_path).close()
     path = tmp_path / "identity.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": FORMAT_VERSION - 1}))
-    with pytest.raises(DataDirError, match=f"has format {FORMAT_VERSION - 1}, which this version .* no longer reads"):
+    with pytest.raises(DataDirError, match=f"has format {FORMAT_VERSION - 1}, which this version .* longer supports"):
         DataDir.open(tmp_path)
 
 
@@ -181,7 +181,7 @@ def test_an_identity_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataDirError, match=r"cannot be used: .* use a directory that this user may write to"):
+    with pytest.raises(DataDirError, match=r"could not use .*: .* Use a directory that this user can write to"):
         DataDir.open(tmp_path / "file")
-    with pytest.raises(DataDirError, match="cannot be used: Not a directory"):
+    with pytest.raises(DataDirError, match="could not use .*: Not a directory"):
         DataDir.open(tmp_path / "file" / "data")

@@ -354,7 +354,7 @@ def test_a_start_that_has_no_space_for_a_segment_loses_nothing(small_disk: Path,
         commit_each(journal, [b"a put"])
     (directory / "reserve").unlink()
     fill(ballast)
-    with pytest.raises(DiskFullError, match=r"is full: journal-000000000003.* cannot grow; no acknowledged"):
+    with pytest.raises(DiskFullError, match=r"is full: journal-000000000003.* cannot grow\. No acknowledged"):
         read(directory, accept_loss=accept_loss)
     ballast.unlink()
     assert read(directory) == [b"a put"]

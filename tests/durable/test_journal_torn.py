@@ -252,7 +252,7 @@ def test_nothing_behind_a_lost_tail_is_taken(
     truncate(first, first.stat().st_size - 24 - 1)  # the second one is written back, the end of the first is not
     reboot()
     assert read(image) == RECORDS[:2]
-    assert "quarantined a segment that follows lost records" in caplog.text
+    assert "quarantined a segment that comes after lost records" in caplog.text
     assert [path.name for path in image.glob("*.lost")] == ["journal-000000000005.tqj.lost"]
     write(image, [b"later"])
     assert read(image) == [*RECORDS[:2], b"later"]
@@ -316,11 +316,11 @@ def test_frames_that_changed_places_are_missing_or_repeated_are_damage(tmp_path:
         if order == (0, 1, 2, 3):
             continue
         path.write_bytes(head + b"".join(frames[each] for each in order))
-        with pytest.raises(JournalDamagedError, match=r"has record \d where record \d should be"):
+        with pytest.raises(JournalDamagedError, match=r"has record \d where record \d was expected"):
             read(tmp_path)
     for count in (1, 2, 3):
         path.write_bytes(head + b"".join(frames[count:]))
-        with pytest.raises(JournalDamagedError, match=rf"has record {2 + count} where record 2 should be"):
+        with pytest.raises(JournalDamagedError, match=rf"has record {2 + count} where record 2 was expected"):
             read(tmp_path)
     path.write_bytes(whole)
     assert read(tmp_path) == SMALL
@@ -354,7 +354,7 @@ def test_segments_that_changed_places_are_damage(tmp_path: Path) -> None:
         there.rename(here)
         (directory / "between").rename(there)
         with pytest.raises(
-            JournalDamagedError, match=rf"{one:012d}.tqj has record {other} where record {one} should be"
+            JournalDamagedError, match=rf"{one:012d}.tqj has record {other} where record {one} was expected"
         ):
             read(directory)
 
@@ -391,7 +391,7 @@ def test_a_file_that_is_no_segment_is_damage(tmp_path: Path) -> None:
     write(tmp_path, RECORDS)
     path = segment_path(tmp_path, 1)
     path.write_bytes(b"no segment at all" * 1000)
-    with pytest.raises(JournalDamagedError, match="does not begin like a journal file"):
+    with pytest.raises(JournalDamagedError, match="does not begin with the signature of a journal file"):
         read(tmp_path)
     assert read(tmp_path, accept_loss=True) == []
     assert path.with_name(path.name + ".lost").exists()

@@ -325,9 +325,9 @@ def test_a_directory_is_not_used_by_a_service_that_would_lose_a_part_of_it(tmp_p
             await store.close()
 
     asyncio.run(fill_both())
-    with pytest.raises(DataDirError, match=r"1 puts of a storage service.*Start it with the role"):
+    with pytest.raises(DataDirError, match=r"1 storage service puts.*Start the service with the role"):
         asyncio.run(recover(catalog=Catalog(PlanRunner())))
-    with pytest.raises(DataDirError, match=r"partitions of a controller.*Start it with the role"):
+    with pytest.raises(DataDirError, match=r"controller partitions.*Start the service with the role"):
         asyncio.run(recover(puts=Engine()))
     recovered = asyncio.run(recover(catalog=Catalog(PlanRunner()), puts=Engine()))
     assert (recovered.sample_count, recovered.put_count) == (2, 1)

@@ -168,7 +168,7 @@ def test_a_fault_within_a_change_ends_the_service_and_its_step_is_not_written_do
             await claim(service, None)
         monkeypatch.undo()
         for _ in range(2):
-            with pytest.raises(ServiceFailedError, match="a change was only partly applied"):
+            with pytest.raises(ServiceFailedError, match="a change was only partially applied"):
                 await service.store.wait_durable()
         assert service.store.has_unflushed
         assert service.store.is_failing

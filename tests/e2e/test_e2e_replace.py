@@ -307,7 +307,7 @@ def test_a_full_disk_leaves_what_was_there_and_it_goes_on(durable, start_server,
         raise OSError(28, "full")
 
     monkeypatch.setattr(state_store, "write_snapshot", full)
-    with pytest.raises(tq.errors.DiskFullError, match="Free some space"):
+    with pytest.raises(tq.errors.DiskFullError, match="Free some disk space"):
         client.restore("one", replace=True)
     monkeypatch.undo()
     del now["late"]

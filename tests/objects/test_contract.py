@@ -108,7 +108,7 @@ async def test_a_name_is_never_used_twice(store: ObjectStore, name: ObjectName) 
 
 
 async def test_an_object_that_is_too_large_is_refused(store: ObjectStore, name: ObjectName) -> None:
-    with pytest.raises(InvalidArgumentError, match="split it into several objects"):
+    with pytest.raises(InvalidArgumentError, match="Split the data into several objects"):
         await store.put(str(name), [bytes(LARGEST_OBJECT_BYTES + 1)], copies=1)
     assert await store.copies([str(name)]) == [0]
 

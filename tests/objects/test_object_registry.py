@@ -37,7 +37,7 @@ def test_packages_add_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(make_object_store("mine://pool-of-a-package"), PoolObjects)
     with pytest.raises(InvalidArgumentError, match="could not load the engine no_such_module:nothing: ModuleNotFound"):
         make_object_store("broken://x")
-    with pytest.raises(InvalidArgumentError, match="returned str, expected a subclass"):
+    with pytest.raises(InvalidArgumentError, match="returned str; expected a subclass"):
         make_object_store("other://x")
 
 
@@ -53,19 +53,19 @@ def test_an_engine_without_its_package_names_the_extra(
     monkeypatch.setitem(sys.modules, module, None)
     for name in ("buckets", "valkey", "mooncake"):
         monkeypatch.delitem(sys.modules, f"tq_service.objects.{name}", raising=False)
-    with pytest.raises(InvalidArgumentError, match=rf"install tq-service\[{extra}\]"):
+    with pytest.raises(InvalidArgumentError, match=rf"Install tq-service\[{extra}\]"):
         make_object_store(url)
 
 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("memory://p?copies=-1", "copies is '-1', expected a whole number"),
+        ("memory://p?copies=-1", "copies is '-1'; expected a whole number"),
         ("memory://p?copies=1&copies=2", "copies is set 2 times"),
         ("memory://", "expected memory://NAME or memory://NAME/PREFIX"),
         ("gs://b?service_account_file=/nowhere", "Unable to open service account file"),
         ("az://container", "see docs/engines.md"),
-        ("file:///d?survives=war", "survives is 'war', expected one of process, node, power"),
+        ("file:///d?survives=war", "survives is 'war'; expected one of process, node, power"),
         ("file:///d?timeout_seconds=0", "expected a number of seconds greater than 0"),
         ("file://relative/d", "with three slashes"),
         ("file:///d?secret_file=x", "unknown settings secret_file"),
@@ -91,7 +91,7 @@ def test_secrets_come_from_files_and_the_environment(monkeypatch: pytest.MonkeyP
     assert EngineUrl(f"s3://b?key_file={tmp_path}/secret").secret("key", "SOME_VARIABLE") == SECRET
     assert EngineUrl("s3://b").secret("key", "SOME_VARIABLE") == "of the environment"
     assert EngineUrl("s3://b").secret("key", "ABSENT_VARIABLE") is None
-    with pytest.raises(InvalidArgumentError, match=r"key_file .*gone cannot be read"):
+    with pytest.raises(InvalidArgumentError, match=r"key_file is .*gone, which cannot be read"):
         EngineUrl(f"s3://b?key_file={tmp_path}/gone").secret("key", "SOME_VARIABLE")
 
 

@@ -89,7 +89,7 @@ async def test_a_call_that_hangs_costs_its_thread_and_writes_nothing_any_more() 
     store.reads = reads
     with pytest.raises(UnavailableError, match="the call is still running in its thread"):
         await store.read("a", memoryview(memory))
-    with pytest.raises(UnavailableError, match="no thread became free"):
+    with pytest.raises(UnavailableError, match="no thread became available"):
         await store.copies(["a"])
     ends.set()
     await asyncio.to_thread(ended.wait, 10)

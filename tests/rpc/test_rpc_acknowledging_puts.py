@@ -86,15 +86,15 @@ def not_claims(client: AnyClient) -> dict[str, tuple[dict[str, Any], str]]:
     ranked = client.get_meta(**ASKS | {"task_name": "r", "min_batch_size": None}, batch_size=1, dp_rank=0, dp_size=1,
                              batch_index=0)  # fmt: skip
     found, _ = client.lookup_samples("train")
-    several = "not from one leased claim; claim it with claim"
+    several = "does not come from a single leased claim; claim it with claim"
     return {
-        "nothing": ({"target": "train"}, "ack is True, but the put is to a partition"),
+        "nothing": ({"target": "train"}, "ack is True, but the put targets a partition"),
         "keys": ({"target": "train", "keys": list("abcdef")}, "Pass the batch returned by claim"),
         "look-up": ({"target": found}, several),
         "unleased": ({"target": unleased}, several),
         "ranked": ({"target": ranked}, several),
         "no samples": ({"target": ranked.select_samples([])}, several),
-        "two claims": ({"target": tq.BatchMeta.concat(leased)}, "several claims separately"),
+        "two claims": ({"target": tq.BatchMeta.concat(leased)}, "extend the parts separately"),
         "not fenced": ({"target": leased[0], "fenced": False}, "omit one of the two"),
     }
 
@@ -190,7 +190,7 @@ def test_parts_of_a_group_do_not_become_whole_by_being_gathered(server: LiveServ
         partition_id="train", incarnation=meta.incarnation, row_count=2, global_indexes=[0, 1], rows_per_put=1,
         claim={"task_name": "t", "claim_request_id": meta.claim_id}, ack=True,
     )  # fmt: skip
-    with pytest.raises(grpc.RpcError, match="keeps groups together; send each put separately") as refused:
+    with pytest.raises(grpc.RpcError, match=r"keeps groups together\. Send each put separately") as refused:
         server.controller.Commit(commit_pb2.CommitRequest(request_id=os.urandom(16), write=write))
     assert violations_of(refused.value) == ["rows_per_put"]
     assert progress(client) == (2, 2)

@@ -241,8 +241,8 @@ def test_more_than_the_quota(client_kind: Any, start_server: StartServer) -> Non
 @pytest.mark.parametrize(
     ("fields", "lengths", "message"),
     [
-        ([], {}, "expected at least one"),
-        ([FieldSpec("x", dtype="int64", row_shape=())] * 2, {}, "each only once"),
+        ([], {}, "expected one or more distinct fields"),
+        ([FieldSpec("x", dtype="int64", row_shape=())] * 2, {}, "expected one or more distinct fields"),
         ([FieldSpec("x", dtype="int64")], {}, "expected a dtype and a row shape"),
         ([FieldSpec("x", row_shape=(1,))], {}, "expected a dtype and a row shape"),
         ([FieldSpec("x", layout=Layout.OBJECT)], {}, "expected a dtype and a row shape"),
@@ -250,7 +250,7 @@ def test_more_than_the_quota(client_kind: Any, start_server: StartServer) -> Non
         ([FieldSpec("x", dtype="int64", row_shape=(-1,))], {"x": [1]}, "extents"),
         ([FieldSpec("x", dtype="int64", row_shape=(-1,))], {"x": [1, -1]}, "negative"),
         ([FieldSpec("x", dtype="int64", row_shape=(2,))], {"x": [1, 1]}, "is dense but has lengths"),
-        ([FieldSpec("x", dtype="int64", row_shape=(2,))], {"y": [1, 1]}, "lengths name"),
+        ([FieldSpec("x", dtype="int64", row_shape=(2,))], {"y": [1, 1]}, "lengths has fields"),
     ],
 )
 def test_what_is_not_described(fields: Any, lengths: Any, message: str, client: AnyClient) -> None:

@@ -185,7 +185,7 @@ def test_what_cannot_be_cleared_is_refused_and_changes_nothing(server: LiveServe
     with pytest.raises(tq.errors.FieldNotFoundError, match=r"no field 'images'; .*'image'"):
         client.clear_fields(meta, data_fields=["ids", "images"])
     with pytest.raises(
-        tq.errors.InvalidArgumentError, match="data_fields is empty; name the fields to clear"
+        tq.errors.InvalidArgumentError, match="data_fields is empty; specify the fields to clear"
     ) as raised:
         client.clear_fields(meta, data_fields=[])
     assert raised.value.field == "data_fields"
@@ -232,7 +232,7 @@ def test_fields_of_groups_are_cleared_by_the_names_of_groups(client: AnyClient) 
         {"target": "train", "groups": ["g"], "rollouts": ["r"]},
     ):
         with pytest.raises(
-            tq.errors.InvalidArgumentError, match=r"'pixels' .* has group scope.* Select groups"
+            tq.errors.InvalidArgumentError, match=r"'pixels' .* has group scope.* Select only groups"
         ) as raised:
             client.clear_fields(**selection, data_fields=["ids", "pixels"])
         assert raised.value.field == "data_fields"

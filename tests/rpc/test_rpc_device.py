@@ -222,8 +222,8 @@ def test_tensors_of_the_caller_are_filled(client: AnyClient, stand_in: StandIn) 
         ({"wide": torch.zeros(4, 512)}, r"out\['wide'\] is float32 \[4, 512\]; expected int64 \[4, 512\]"),
         ({"wide": torch.zeros(512, 4, dtype=torch.int64).t()}, r"out\['wide'\] is not contiguous"),
         ({"wide": [1, 2]}, r"out\['wide'\] is a list; expected a tensor"),
-        ({"ragged": torch.zeros(4)}, r"out has field 'ragged' \(.*\); expected dense fields only"),
-        ({"objects": torch.zeros(4)}, r"out has field 'objects' \(.*\); expected dense fields only"),
+        ({"ragged": torch.zeros(4)}, r"out has field 'ragged' \(.*\); expected only dense fields"),
+        ({"objects": torch.zeros(4)}, r"out has field 'objects' \(.*\); expected only dense fields"),
         ({"other": torch.zeros(4)}, "out has field 'other', which is not fetched"),
     ],
 )

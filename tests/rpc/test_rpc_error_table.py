@@ -180,7 +180,7 @@ UNKNOWN_NAMES = [
     not_found("field, clear", lambda c, m: c.clear_fields(m, data_fields=["scores"]), FieldNotFoundError,
               "'scores'", "'score'"),
     not_found("key, get", lambda c, m: c.get_data("train", keys=["k1", "k9"]), KeyNotFoundError,
-              "'k9'", "'k3'", "skip_missing to omit it (in Python: missing='skip')"),
+              "'k9'", "'k3'", "skip_missing to omit missing keys (in Python: missing='skip')"),
     not_found("key, put", put({"score": torch.zeros(1, 3)}, keys=["k9"], key_mode="existing"), KeyNotFoundError,
               "'k9'", "'k3'", "key_mode upsert"),
     not_found("sample, get", lambda c, m: c.get_data("train", global_indexes=[1, 99]),
@@ -271,7 +271,7 @@ WRONG_PUTS = [
     invalid("insert too many", lambda c, m: c.insert("train", 2**24 + 1), "row_count", str(2**24 + 1), str(2**24)),
     invalid("insert none", lambda c, m: c.insert("train", 0), "row_count", "0", "at least one"),
     invalid("metadata that is no JSON", lambda c, m: c.set_custom_meta(m, [{"tag": {1}}] * 4), "custom_meta",
-            "custom_meta[0]['tag'] has type set", "a JSON value", "as a field"),
+            "custom_meta[0]['tag'] has type set", "a JSON value", "in a field"),
     invalid("not a number in metadata", put({"score": torch.zeros(1, 3)}, custom_meta=[{"tag": [float("nan")]}]),
             "custom_meta", "[nan]", "finite numbers"),
     invalid("not a number beside text", lambda c, m: c.set_custom_meta(m, [{"uid": "a"}, *[{"uid": float("nan")}] * 3]),
@@ -281,9 +281,9 @@ WRONG_PUTS = [
     invalid("metadata too large", put({"score": torch.zeros(1, 3)}, custom_meta=[{"tag": ["x" * 20_000]}]),
             "custom_meta", "20004 bytes", "at most 16384", "into an object field"),
     invalid("ack of no claim", lambda c, m: c.put(m, {"score": torch.ones(4, 3)}, ack=True), "metadata",
-            "not from one leased claim", "claim(lease=...)"),
+            "does not come from a single leased claim", "claim(lease=...)"),
     invalid("ack without metadata", put({"score": torch.ones(1, 3)}, ack=True), "metadata",
-            "ack is True, but the put is to a partition", "expected samples of a leased claim", "omit ack"),
+            "ack is True, but the put targets a partition", "expected samples of a leased claim", "omit ack"),
     invalid("ack that is not fenced", lambda c, m: c.put(
             replace(m, claim_id=bytes(16), task_name="t", lease_seconds=60.0), {"score": torch.ones(4, 3)}, ack=True,
             fenced=False), "fenced",
@@ -301,7 +301,7 @@ WRONG_PUTS = [
     Row(name="second value", prepare=declare_write_once,
         call=put({"reward": torch.zeros(1), "other": torch.zeros(1)}, partition_id="once", keys=["a"]),
         error=AlreadyExistsError, code=CODE.ALREADY_EXISTS, base=ValueError,
-        says=("'reward' is write-once", "got a second value for sample 0", "'once'", "1 of 1", "clear the field")),
+        says=("'reward' is write-once", "sample 0", "'once' already has a value", "1 of 1", "clear the field")),
     Row(name="only pickle", call=put({"text": ["fine", object()]}), error=UnsupportedObjectError,
         code=CODE.INVALID_ARGUMENT, says=("text[1]", "object"), base=TypeError),
     Row(name="only pickle, deep", call=put({"text": [{"a": [{1, 2}, lambda: 0]}]}), error=UnsupportedObjectError,
@@ -600,7 +600,7 @@ def test_bytes_lost_with_a_storage_service_are_named(start_server: StartServer, 
         client.get_data(lost.select_samples([1, 3]))
     assert wire_code(caught.value) == CODE.DATA_LOSS
     assert "samples 1 (k1), 3 (k3)" in str(caught.value)
-    assert str(caught.value).endswith("put them again, or clear them")
+    assert str(caught.value).endswith("Put the data again, or clear the cells")
     again = client.put(lost, {"input_ids": [torch.arange(2)] * 4, "score": torch.ones(4, 3)})
     assert client.get_data(again)["score"].tolist() == torch.ones(4, 3).tolist()
 

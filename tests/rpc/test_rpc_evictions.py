@@ -114,10 +114,10 @@ def test_ranks_agree_on_what_is_evicted(client: AnyClient) -> None:
 @pytest.mark.parametrize(
     ("arguments", "field", "message"),
     [
-        ({"unmatched": "drop"}, "unmatched", "unmatched is 'drop', expected one of wait, fail, clear"),
+        ({"unmatched": "drop"}, "unmatched", "unmatched is 'drop'; expected one of wait, fail, clear"),
         ({"least_members": 2}, "least_members", "least_members is 2, but unmatched is 'wait'"),
         ({"least_members": 0}, "least_members", "least_members is 0, expected at least 1"),
-        ({"least_members": -1, "unmatched": "fail"}, "least_members", "least_members is -1; give 0 or more"),
+        ({"least_members": -1, "unmatched": "fail"}, "least_members", "least_members is -1; expected 0 or more"),
     ],
 )
 def test_what_cannot_be_evicted_is_refused_and_changes_nothing(
@@ -250,7 +250,7 @@ def test_a_worker_that_has_not_acknowledged_its_prompt_yet_does_not_undo_the_ref
     [
         ({"refill": ("prompts", "rollout")}, "refill", "refill is rollout of prompts.*, but unmatched is 'wait'"),
         ({"refill": "prompts", "unmatched": "fail"}, "refill", r"refill is 'prompts', expected \(partition_id"),
-        ({"refill": ("prompts", ""), "unmatched": "fail"}, "refill", "refill is ''; give 1 to 512"),
+        ({"refill": ("prompts", ""), "unmatched": "fail"}, "refill", "refill is ''; expected 1 to 512"),
         (
             {"refill": ("prompts", "rollout"), "max_refills": 0, "unmatched": "fail"},
             "max_refills",
@@ -259,7 +259,7 @@ def test_a_worker_that_has_not_acknowledged_its_prompt_yet_does_not_undo_the_ref
         (
             {"refill": ("prompts", "rollout"), "max_refills": -1, "unmatched": "fail"},
             "max_refills",
-            "max_refills is -1; give 1 or more",
+            "max_refills is -1; expected 1 or more",
         ),
     ],
 )

@@ -273,7 +273,7 @@ def test_what_is_lost_with_its_group_is_called_so_counted_at_once_and_cleared_by
     status = client.check_consumption("p", "t")
     assert (status.consumed_count, status.skipped_count) == (0, 4)
     client.put("p", {"x": np.arange(4)}, groups=["b"] * 4, timeout=10.0, **group)  # which the limit lets in
-    with pytest.raises(tq.errors.InvalidArgumentError, match="skipped_by is 't', but samples or groups are set too"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="skipped_by is 't', but samples or groups are also set"):
         client.clear_samples("p", groups=["a"], skipped_by="t")
     with pytest.raises(tq.errors.TaskNotFoundError):
         client.clear_samples("p", skipped_by="u")

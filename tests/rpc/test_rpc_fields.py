@@ -344,7 +344,7 @@ def test_all_that_is_known_is_refused_of_more_samples_than_one_answer_is_about(
         return meta
 
     with pytest.raises(
-        tq.errors.InvalidArgumentError, match="return_all_meta is set for 4 samples, expected at most 3"
+        tq.errors.InvalidArgumentError, match="return_all_meta is set for 4 samples; expected at most 3"
     ) as caught:
         put("abce")
     assert caught.value.field == "return_all_meta"

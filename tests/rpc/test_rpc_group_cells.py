@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(client: AnyClient) -> 
     row = torch.ones(1, 2)
     put_rows(client, 1, 1)
     before = status_of(client)
-    with pytest.raises(tq.errors.InvalidArgumentError, match=r"field 'pixels' .* put one value per group"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match=r"field 'pixels' .* Pass one value per group"):
         client.put("train", {"pixels": row})
     with pytest.raises(tq.errors.InvalidArgumentError, match=r"field 'tokens' .* declare it with group scope"):
         client.put_groups("train", {"tokens": row}, groups=["g0"])
@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(client: AnyClient) -> 
 def test_a_write_once_field_takes_one_value_of_each_group(client: AnyClient) -> None:
     client.create_partition("once", fields=[tq.FieldSpec("pixels", scope="group", write_once=True)])
     client.put_groups("once", {"pixels": torch.ones(1, 2)}, groups=["a"])
-    with pytest.raises(tq.errors.AlreadyExistsError, match="a second value for group 'a'"):
+    with pytest.raises(tq.errors.AlreadyExistsError, match="group 'a' of partition 'once' already has a value"):
         client.put_groups("once", {"pixels": torch.ones(2, 2)}, groups=["b", "a"])
     client.put_groups("once", {"pixels": torch.ones(1, 2)}, groups=["b"])
     (field,) = client.describe_partition("once").fields

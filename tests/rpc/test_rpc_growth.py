@@ -98,7 +98,7 @@ def test_an_append_at_another_length_changes_nothing_and_says_which(client: AnyC
     client.append(slots, {"tokens": [[1], [1, 2], []]}, at=[0, 0, 0])
     for at in ([1, 3, 0], [1, 1, 1]):
         with pytest.raises(
-            tq.errors.PreconditionError, match="append at the current length, or truncate the field"
+            tq.errors.PreconditionError, match="Append at the current length, or truncate the field"
         ) as raised:
             client.append(slots, {"tokens": [[9], [9], [9]]}, at=at)
         assert raised.value.reason == "LENGTH_MISMATCH"
@@ -130,7 +130,7 @@ def test_samples_that_are_not_held_or_not_leased_to_the_caller_do_not_grow(clien
             change(slots)
         assert (raised.value.reason, raised.value.metadata["global_index"]) == ("SAMPLE_NOT_HELD", "0")
         for meta in (found, plain):
-            with pytest.raises(tq.errors.InvalidArgumentError, match="not from one leased claim"):
+            with pytest.raises(tq.errors.InvalidArgumentError, match="does not come from a single leased claim"):
                 change(meta)
     live = client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=1, lease=LONG)
     with pytest.raises(tq.errors.PreconditionError, match="is live"):
@@ -212,7 +212,7 @@ def test_a_cell_takes_so_many_appends_and_then_one_put(client: AnyClient, monkey
     slots = slots_of(client, 1)
     for at in range(3):
         client.append(slots, {"tokens": [[at]]}, at=[at])
-    with pytest.raises(tq.errors.PreconditionError, match="put the entire field") as raised:
+    with pytest.raises(tq.errors.PreconditionError, match="Put the entire field") as raised:
         client.append(slots, {"tokens": [[3]]}, at=[3])
     assert (raised.value.reason, raised.value.metadata["got"]) == ("TOO_MANY_EXTENTS", "3")
     meta = client.put(slots, {"tokens": client.get_data(slots, data_fields=["tokens"])["tokens"]})

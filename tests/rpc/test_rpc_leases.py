@@ -142,7 +142,7 @@ def test_a_claim_without_a_lease_is_given_back_whole(client: AnyClient) -> None:
     with pytest.raises(tq.errors.InvalidArgumentError, match="expected all of them"):
         client.release(meta.select_samples([0]))
     for call in (client.ack, lambda metadata: client.extend(metadata, 1.0)):
-        with pytest.raises(tq.errors.InvalidArgumentError, match="not from one leased claim"):
+        with pytest.raises(tq.errors.InvalidArgumentError, match="does not come from a single leased claim"):
             call(meta)
     assert client.release(meta) == 4
 
@@ -476,7 +476,7 @@ def test_a_claim_is_named_with_the_indexes_of_its_samples(server: LiveServer, cl
 
 REFUSED: dict[str, tuple[Callable[[AnyClient], object], str]] = {
     "rank": (lambda c: c.get_meta(**RANKED, lease=1.0), "for queue workers"),
-    "no lease": (lambda c: c.get_meta(**ASKS, batch_size=1, max_deliveries=2), "without a lease"),
+    "no lease": (lambda c: c.get_meta(**ASKS, batch_size=1, max_deliveries=2), "lease is not set"),
     "zero": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=0), "positive"),
     "negative": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=-1), "0 or more"),
     "infinite": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=math.inf), "finite"),
@@ -504,8 +504,8 @@ def test_leases_that_mean_nothing_are_refused(client: AnyClient, name: str) -> N
         ({"nanos": -1}, "lease is -1e-09"),
         ({"seconds": 86_400, "nanos": 1}, "at most 86400"),
         ({"seconds": 315_576_000_001}, "lease has 315576000001 seconds and 0 nanos"),
-        ({"seconds": 5, "nanos": -1}, "the same sign for both"),
-        ({"seconds": 5, "nanos": 10**9}, "less than 1000000000 nanos"),
+        ({"seconds": 5, "nanos": -1}, "both with the same sign"),
+        ({"seconds": 5, "nanos": 10**9}, "fewer than 1000000000 nanos"),
     ],
 )
 def test_an_extension_is_checked_by_the_service(server: LiveServer, lease: dict[str, int] | None, says: str) -> None:
@@ -528,7 +528,7 @@ def test_parts_of_two_claims_are_acknowledged_one_by_one(client: AnyClient) -> N
     parts = [client.get_meta(**ASKS, batch_size=2, lease=LONG) for _ in range(2)]
     both = tq.BatchMeta.concat(parts)
     assert (both.lease_seconds, both.delivery_counts, both.task_name) == (None, (), "")
-    with pytest.raises(tq.errors.InvalidArgumentError, match="several claims separately"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="extend the parts separately"):
         client.ack(both)
     assert [client.ack(part) for part in parts] == [2, 2]
     assert client.ack(parts[0].select_samples([])) == 0

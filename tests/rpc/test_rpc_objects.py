@@ -59,7 +59,7 @@ def test_msgpack_that_is_none_is_an_error_of_its_row_when_it_is_read(
             encoding, "encode_objects", lambda values, name, first: [*encode_objects(values[:2], name), b"\xc1"]
         )
         meta = client.put("train", {"x": [None, 1, 2]})
-    with pytest.raises(tq.errors.InvalidArgumentError, match="row 2 of field 'x' could not be decoded") as caught:
+    with pytest.raises(tq.errors.InvalidArgumentError, match="could not decode row 2 of field 'x'") as caught:
         client.get_data(meta)
     assert (caught.value.metadata["row"], caught.value.metadata["field_name"]) == ("2", "x")
     assert list(client.get_data(meta.select_samples([0, 1]))["x"]) == [None, 1]

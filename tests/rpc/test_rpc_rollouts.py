@@ -339,9 +339,9 @@ def test_totals_need_a_number_of_each_sample(client: AnyClient) -> None:
     client.put("t", {"x": torch.ones(1, 5)}, custom_meta=[{"loss_tokens": "many"}])
     with pytest.raises(tq.errors.InvalidArgumentError, match=r"column 'loss_tokens' of sample 1 .* is not a number"):
         ranks(client, totals=["loss_tokens"])
-    with pytest.raises(tq.errors.InvalidArgumentError, match="totals names 5 columns, expected at most 4"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="totals names 5 columns; expected at most 4"):
         ranks(client, totals=list("abcde"))
-    with pytest.raises(tq.errors.InvalidArgumentError, match="totals is a, but totals are only for ranks"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="totals is a, but only ranks receive totals"):
         client.get_meta(**ASKS, totals=["a"])
     assert ranks(client)[0].totals[0].token_count is None  # sample 1 has no length
 

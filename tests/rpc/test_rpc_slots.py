@@ -147,7 +147,7 @@ def test_held_samples_are_for_those_that_ask_for_them(client: AnyClient) -> None
     client.release(client_slots := acquire(client, "a"))
     assert client_slots.size == 2
     asks = {"partition_id": "train", "task_name": "rollout", "batch_size": 1, "max_wait": 0.0}
-    with pytest.raises(tq.errors.InvalidArgumentError, match="without a lease"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="lease is not set"):
         client.get_meta(**asks, data_fields=[], held=True)
     with pytest.raises(tq.errors.InvalidArgumentError, match="data_fields is empty"):
         client.get_meta(**asks, data_fields=[])
@@ -240,7 +240,7 @@ def test_a_prompt_is_acknowledged_in_the_change_that_makes_its_slots(client: Any
 def test_what_is_held_has_to_be_of_a_leased_claim(client: AnyClient) -> None:
     client.publish_version(0)
     put = client.put("prompts", {"x": np.arange(2)})
-    with pytest.raises(tq.errors.InvalidArgumentError, match="metadata is not from one leased claim"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="metadata does not come from a single leased claim"):
         acquire(client, "a", holding=put)
     with pytest.raises(
         tq.errors.InvalidArgumentError, match="holding lacks claim; expected samples that the worker has leased"

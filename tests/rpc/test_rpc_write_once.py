@@ -60,7 +60,7 @@ def test_a_second_value_is_refused_and_nothing_is_written(client: AnyClient, is_
         if is_sealed and name == "upsert":  # which would make a sample
             continue
         with pytest.raises(
-            tq.errors.AlreadyExistsError, match="'reward' is write-once, got a second value for sample 0"
+            tq.errors.AlreadyExistsError, match="'reward' is write-once, but sample 0 of partition 'train' already has"
         ):
             second(client, meta)
         assert stored(client) == before, name

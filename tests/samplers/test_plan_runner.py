@@ -179,7 +179,7 @@ async def test_heavy_plans_are_refused_while_all_threads_hang(hangs):
     with pytest.raises(SamplerTimeoutError):
         await runner.run(hangs, view_of_samples(4), QUEUE)
     heavy = Answers(Plan.of([[1]]), quick=False)
-    with pytest.raises(SamplerTimeoutError, match=r"'answers' cannot run: all 1 planning threads are stuck in 'hangs'"):
+    with pytest.raises(SamplerTimeoutError, match="could not run because all 1 planning threads are stuck in 'hangs'"):
         await runner.run(heavy, view_of_samples(4), QUEUE)
     assert not heavy.threads
     quick = Answers(Plan.of([[1]]), quick=True)

@@ -319,7 +319,7 @@ async def test_module_and_class_must_be_allowed(plug_in):
         ("no_such_module_here:X", "ModuleNotFoundError"),
         ("plug_in_samplers:Missing", "AttributeError"),
         ("plug_in_samplers:not_a_class", "got 3; expected a class"),
-        ("plug_in_samplers:NoPlan", "expected a class with a method plan"),
+        ("plug_in_samplers:NoPlan", "expected a class that is derived from"),
         ("broken_samplers:Any", "SystemExit: no GPU here"),
         (":", "ValueError"),
     ],
@@ -394,7 +394,7 @@ def test_descriptions_are_sorted_and_complete():
         ("", Picky, "name: got ''"),
         ("a:b", Picky, "without a colon"),
         ("sequential", Picky, "already used by SequentialSampler"),
-        ("x", int, "expected a class with a method plan"),
+        ("x", int, "expected a class that is derived from"),
     ],
 )
 def test_bad_registrations(name, kind, message):

@@ -106,7 +106,7 @@ def test_a_change_that_cannot_be_written_is_not_acknowledged_but_is_there_for_th
 def test_what_fills_the_disk_is_refused_while_it_is_disk_low_and_what_frees_space_goes_on():
     disk = Disk()
     disk.is_disk_low = True
-    with pytest.raises(DiskFullError, match="clear samples") as refused:
+    with pytest.raises(DiskFullError, match="Clear samples") as refused:
         call(change, "x", disk, fills_disk=True)
     assert refused.value.retry_after_seconds > 0
     assert disk.written == 0

@@ -115,7 +115,7 @@ def test_links_are_refused_where_all_users_may_make_them(path: Path, tmp_path: P
     path.parent.unlink()
     path.parent.mkdir(mode=0o700)
     path.symlink_to(tmp_path / "elsewhere" / "secret")
-    with pytest.raises(InvalidArgumentError, match="cannot be read"):
+    with pytest.raises(InvalidArgumentError, match="could not read the internal secret"):
         own()
 
 
@@ -151,7 +151,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"could not be created .*set internal_secret_file"):
+    with pytest.raises(InvalidArgumentError, match=r"could not be created .*Set internal_secret_file"):
         InternalSecret(tmp_path / "missing" / "secret", is_made=True)
 
 

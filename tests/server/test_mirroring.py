@@ -27,7 +27,7 @@ def mirroring_of(pool):
 
 @pytest.mark.parametrize("storage_id", ["a/b", "", "x" * 129])
 def test_a_name_that_objects_may_not_have_is_refused_at_the_start(storage_id):
-    with pytest.raises(InvalidArgumentError, match=r"storage_id: got .* expected 1 to 128 letters, digits"):
+    with pytest.raises(InvalidArgumentError, match=r"storage_id is .*; expected 1 to 128 letters, digits"):
         mirroring_of(MemoryPool({})).mirror_of(storage_id, b"b" * 16, Registration())
 
 

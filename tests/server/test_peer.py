@@ -26,7 +26,7 @@ async def test_files_that_are_away_for_a_moment_do_no_harm(tmp_path: Path, caplo
     authority.ca.unlink()
     peer.follow_files()
     assert peer.stub == 1
-    assert "could not use new certificates" in caplog.text
+    assert "could not use the new certificates" in caplog.text
     channels[0].get_state()  # it is open
     authority.ca.write_bytes(content)
     peer.follow_files()

@@ -167,7 +167,7 @@ def test_a_storage_service_calls_nothing_lost_before_a_controller_knows_that_it_
     engine, keys = StorageEngine(max_bytes=None), ReceiptKeys()
     driver = EngineDriver(engine, None, keys)
     assert driver.engine_of(engine.boot_id) is engine
-    with pytest.raises(UnavailableError, match="is not registered with a controller yet"):
+    with pytest.raises(UnavailableError, match="is not yet registered with a controller"):
         driver.engine_of(b"e" * 16)
     keys.renew(b"c" * 16, b"k" * 32)
     with pytest.raises(DataLossError, match="has restarted since these cells were put"):

@@ -92,6 +92,6 @@ async def test_of_one_that_ends_early_nothing_is_left(tmp_path: Path, parts: lis
 
 async def test_one_that_is_older_than_what_is_needed_is_not_written(tmp_path: Path) -> None:
     async with serving(SendsParts([CONTENT])) as address:
-        with pytest.raises(UnavailableError, match="snapshot 7; expected at least 8"):
+        with pytest.raises(UnavailableError, match="snapshot 7; expected snapshot 8 or later"):
             await fetch(address, tmp_path, NUMBER + 1)
     assert not names_in(tmp_path)

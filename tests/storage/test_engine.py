@@ -161,9 +161,9 @@ async def test_wrong_reads_are_refused(engine, asked):
 async def test_puts_of_wrong_size_leave_nothing(engine):
     pending, _ = await begin(engine, 1, SMALL)
     await pending.write(bytes(60))
-    with pytest.raises(InvalidArgumentError, match="ended 40 bytes before"):
+    with pytest.raises(InvalidArgumentError, match="ended 40 bytes short of"):
         pending.finish()
-    with pytest.raises(InvalidArgumentError, match="2 bytes more"):
+    with pytest.raises(InvalidArgumentError, match="2 more bytes"):
         await pending.write(bytes(42))
     assert engine.stat().used_bytes == 100
     pending.abort()

@@ -80,7 +80,7 @@ async def test_fewer_copies_than_asked_for_are_counted_and_fewer_than_required_a
     if is_refused:
         with pytest.raises(QuotaExceededError, match="1 copies; at least 2 are required") as caught:
             await put(engine, 2, LARGE, deadline=time.monotonic() + 0.01)
-        assert "had 1 of the 2 copies required" in caught.value.message
+        assert "had only 1 of the 2 copies required" in caught.value.message
         assert caught.value.metadata == {"limit_name": "mirror_required", "got": "1", "limit": "2"}
         assert engine.stat().put_count == 1
     else:

@@ -196,7 +196,7 @@ async def test_where_the_system_has_no_memory_what_is_held_for_reuse_goes_first(
     monkeypatch.setattr(shared_memory, "new_region", limited)
     blob = await store.allocate(MIB)
     assert (blob.size, store.pooled_bytes) == (MIB, 0)
-    with pytest.raises(QuotaExceededError, match="lacks memory for 31457280 bytes"):
+    with pytest.raises(QuotaExceededError, match="not enough memory for 31457280 bytes"):
         await store.allocate(30 * MIB)
     assert store.used_bytes == MIB
 

@@ -154,7 +154,7 @@ async def test_a_shortage_in_the_middle_of_a_put_is_the_end_of_it(engine, monkey
         patch.setattr(segments.os, "pwrite", fail)
         with pytest.raises(UnavailableError, match="could not store"):
             await pending.write(chunks[1])
-    with pytest.raises(InvalidArgumentError, match="before the size that its header declared"):
+    with pytest.raises(InvalidArgumentError, match="short of the size declared in its header"):
         pending.finish()
     pending.abort()
     assert engine.stat().used_bytes == 0

@@ -91,7 +91,7 @@ def test_tls_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TQ_TLS_KEY", "/key")
     assert Credentials().tls == Tls(ca="/ca", cert="/cert", key="/key")
     assert Credentials(tls=Tls(ca="/mine")).tls == Tls(ca="/mine")
-    with pytest.raises(tq.errors.InvalidArgumentError, match="/ca cannot be read: No such file"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="could not read /ca: No such file"):
         Tls(ca="/ca").channel_credentials()
 
 

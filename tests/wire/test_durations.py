@@ -69,6 +69,7 @@ def test_what_is_no_number_is_not_sent() -> None:
     ],
 )
 def test_what_is_no_duration_is_refused(seconds: int, nanos: int) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"lease has {seconds} seconds and {nanos} nanos; set") as caught:
+    message = f"lease has {seconds} seconds and {nanos} nanos; expected at most"
+    with pytest.raises(InvalidArgumentError, match=message) as caught:
         read_seconds("lease", Duration(seconds=seconds, nanos=nanos))
     assert caught.value.field == "lease"

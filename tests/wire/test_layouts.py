@@ -408,7 +408,7 @@ def test_objects_of_a_field_known_to_hold_tensors_are_tensors():
 
 @pytest.mark.parametrize("value", ["abc", {"a": 1}, None, 5, np.array(3)])
 def test_one_value_for_all_rows_needs_a_number_of_rows(value):
-    with pytest.raises(InvalidArgumentError, match=r"'x' is NonTensorData of one .* for an unknown number of rows"):
+    with pytest.raises(InvalidArgumentError, match=r"'x' is NonTensorData with one .* for an unknown number of rows"):
         encode_columns({"x": NonTensorData(value)})
     assert send({"x": NonTensorData(value, batch_size=[2])})["x"] == [value] * 2
 
@@ -510,7 +510,7 @@ def test_lazy_stacks_of_rows_of_different_length():
         ({"a": [torch.eye(2).to_sparse()] * 2}, "'a' has layout torch.sparse_coo.*to_dense"),
         ({"a": torch.ones(2, device="meta")}, "'a' has tensors on the device 'meta'"),
         ({"a": [torch.ones(2, device="meta"), torch.ones(3)]}, "'a' has tensors on the device 'meta'"),
-        ({"a": [jagged([1, 2]), jagged([2, 1])]}, "'a' has nested tensors for rows"),
+        ({"a": [jagged([1, 2]), jagged([2, 1])]}, "'a' has nested tensors as rows"),
         ({"a": np.ma.array([1, 2], mask=[0, 1])}, "'a' has a masked array, whose mask would be lost"),
         ({"a": [np.ma.array([1, 2], mask=[0, 1])] * 2}, "'a' has a masked array"),
         ({"a": [np.ma.array([1, 2], mask=[0, 1]), torch.ones(2)]}, "'a' has a masked array"),

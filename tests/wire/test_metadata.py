@@ -71,7 +71,7 @@ def test_enums_round_trip():
         assert len({enum.encode(word) for word in (*expected, None)}) == len(expected) + 1
         with pytest.raises(InvalidArgumentError, match="77"):
             enum.decode(77)
-        with pytest.raises(InvalidArgumentError, match=f"mode is 'other', expected one of {expected[0]}, ") as info:
+        with pytest.raises(InvalidArgumentError, match=f"mode is 'other'; expected one of {expected[0]}, ") as info:
             enum.encode("other", "mode")
         assert info.value.field == "mode"
 

@@ -275,7 +275,7 @@ def a_file(tmp_path):
         (lambda _: unsealed(), "sealed against"),
         (lambda _: sealed(fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL), "sealed against"),
         (lambda _: sealed(WRITE_SEAL | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL), "sealed against"),
-        (lambda _: holed(), "write all bytes before"),
+        (lambda _: holed(), "Write all bytes before"),
         (a_file, "sealed against"),
         (lambda _: os.open("/dev/null", os.O_RDONLY), "sealed against"),
     ],
@@ -293,7 +293,7 @@ def test_what_could_harm_a_reader_is_refused(make, reason, tmp_path):
 def test_another_size_is_refused():
     fd = sealed(0xF)
     for size in (SIZE - 1, SIZE + 1):
-        with pytest.raises(InvalidArgumentError, match=f"of {SIZE} bytes was sent; expected {size}"):
+        with pytest.raises(InvalidArgumentError, match=f"of {SIZE} bytes; expected {size}"):
             shared_memory.check_sealed(fd, size)
     shared_memory.check_sealed(fd, SIZE)
     os.close(fd)

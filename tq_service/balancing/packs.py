@@ -1,9 +1,9 @@
 """Assignment of samples to ranks, optimizer steps and fixed-size packs, based only on sample lengths.
 
-All ranks are planned together. Packs are bins, which are filled by best fit decreasing. A search then tries to reduce
-the number of bins by one at a time. References: S. Martello, P. Toth, "Knapsack Problems", chapter 8, 1990 (bounds,
-branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic algorithm for the one-dimensional bin-packing problem",
-1999 (filling bins one by one, each as full as possible).
+All ranks are planned together. Packs are bins, which the best-fit-decreasing heuristic fills. A search then tries to
+reduce the number of bins by one at a time. References: S. Martello, P. Toth, "Knapsack Problems", chapter 8, 1990
+(bounds, branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic algorithm for the one-dimensional bin-packing
+problem", 1999 (filling bins one by one, each as full as possible).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class PackPlan:
     """A plan that assigns samples to packs, by optimizer step and rank.
 
     Attributes:
-        packs: `packs[dp_rank][step][pack]` is the list of sample indexes in a pack. An empty list is a pack that
-            contains only padding. All ranks have the same number of steps. In each step, all ranks have the same number
-            of packs, at least 1.
+        packs: `packs[dp_rank][step][pack]` is the list of sample indexes in a pack. An empty list represents a pack
+            that contains only padding. All ranks have the same number of steps. In each step, all ranks have the same
+            number of packs, at least 1.
         lengths: number of tokens that each sample occupies in its pack, of shape `(n,)`. Truncated samples occupy
             `pack_max_length` tokens, and dropped samples occupy 0.
         pack_max_length: number of tokens per pack, including padding.
@@ -84,12 +84,12 @@ class PackPlan:
 
     @property
     def packs_by_step(self) -> list[int]:
-        """Number of packs per rank in each step. The number is the same for every rank."""
+        """Number of packs per rank in each step. All ranks have the same number of packs in a step."""
         return [len(step) for step in self.packs[0]]
 
     @property
     def pack_count(self) -> int:
-        """Number of packs over all ranks and steps."""
+        """Total number of packs across all ranks and steps."""
         return self.dp_size * sum(self.packs_by_step)
 
     @property
@@ -99,12 +99,12 @@ class PackPlan:
 
     @property
     def fill_ratio(self) -> float:
-        """Fraction of the total pack space that sample tokens fill, from 0.0 to 1.0."""
+        """Fraction of the total pack space that sample tokens occupy, from 0.0 to 1.0."""
         return float(self.lengths.sum()) / (self.pack_count * self.pack_max_length)
 
     @property
     def imbalance(self) -> float:
-        """Maximum rank cost divided by the mean rank cost, minus 1. For example, 0.01 is an excess of 1 %."""
+        """Maximum rank cost divided by the mean rank cost, minus 1. The value 0.01 is an excess of 1%."""
         return _above_mean(self.rank_costs)
 
     @property
@@ -137,15 +137,14 @@ def plan_packs(
 ) -> PackPlan:
     """Plan the packs of a batch for all ranks. In each step, every rank has the same number of packs.
 
-    1. Samples or groups are distributed over the ranks. The Karmarkar-Karp algorithm and a refinement balance the
+    1. Samples or groups are distributed across the ranks. The Karmarkar-Karp algorithm and a refinement balance the
        costs. The number of samples (or groups) per rank differs by at most one.
-    2. Each rank's samples are distributed over the optimizer steps, with token totals as equal as possible. The steps
-       of each rank are sorted by token count, heaviest first. Heavy steps therefore run at the same time on all
-       ranks.
-    3. The samples for each rank and step are packed by best fit decreasing. If a rank needs more packs than the other
-       ranks, and more than its lower bound, a search tries to save packs, one at a time. Packs that contain only
-       padding are added until every rank has the same number of packs, at least one. Packs are sorted by token count,
-       heaviest first.
+    2. Each rank's samples are distributed across the optimizer steps, with token totals as equal as possible. The steps
+       of each rank are sorted by token count, heaviest first. Heavy steps therefore run at the same time on all ranks.
+    3. The samples for each rank and step are packed with the best-fit-decreasing heuristic. If a rank needs more packs
+       than the other ranks and exceeds its lower bound, a search tries to eliminate packs one at a time. Packs that
+       contain only padding are added until every rank has the same number of packs, at least one. Packs are sorted by
+       token count, heaviest first.
 
     Args:
         seqlens: token count of each sample, of shape `(n,)`. n may be 0.
@@ -153,19 +152,18 @@ def plan_packs(
         optimizer_steps: exact number of optimizer steps.
         pack_max_length: maximum number of tokens per pack.
         groups: group of each sample, or None for a sample without a group. All samples in a group are assigned to one
-            rank, but possibly to several steps. None instead of a sequence: no sample has a group.
+            rank, but possibly to several steps. If `groups` is None, no sample has a group.
         rollouts: rollout of each sample, in the same form as `groups`. All samples in a rollout are assigned to one
-            step, and must belong to one group. Without `groups`, each rollout is a group.
+            step, and must belong to one group. Without `groups`, each rollout is treated as a group.
         overlong: handling of samples longer than `pack_max_length`. "error": raise an error. "truncate": shorten the
             samples to `pack_max_length`. "drop": omit the samples. The plan lists truncated and dropped samples.
-        cost: quantity to balance over the ranks, see `get_costs`. None: tokens.
+        cost: quantity to balance across the ranks; see `get_costs`. None: tokens.
         even_steps: whether to balance the token totals of each rank's steps. Balancing can add much padding if a step
-            has only a few packs: for example, 2.1 packs of tokens need 3 packs. False: pack all samples of a rank
-            first, then assign the packs to steps. The number of packs per step then differs by at most one, or by at
-            most `packs_multiple_of`. If any rollout has several samples, steps are always balanced, because packs might
-            otherwise split the rollout.
-        packs_multiple_of: number of which the number of packs in each step must be a multiple, for interleaved
-            pipelines.
+            has only a few packs: for example, 2.1 packs of tokens need 3 packs. If False, all samples of a rank are
+            packed first, and the packs are then assigned to steps. The number of packs per step then differs by at most
+            one, or by at most `packs_multiple_of`. If any rollout has several samples, steps are always balanced,
+            because packs might otherwise split the rollout.
+        packs_multiple_of: divisor of the number of packs in each step, for interleaved pipelines.
 
     Returns:
         The plan and its statistics. Equal arguments always yield equal packs.
@@ -173,8 +171,8 @@ def plan_packs(
     Raises:
         ValueError: `seqlens` is not a one-dimensional sequence of non-negative integers, a count is below 1, `groups`
             or `rollouts` does not have one element per sample, or `overlong` or `cost` is unknown. With
-            `overlong="error"`, also if a sample is longer than `pack_max_length`. The message contains the sample's
-            index.
+            `overlong="error"`, the error is also raised if a sample is longer than `pack_max_length`. The message
+            contains the sample's index.
     """
     started = time.perf_counter()
     lengths = check_lengths(seqlens)
@@ -222,7 +220,7 @@ def check_overlong(overlong: str) -> None:
 
 
 def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the indexes of the samples to pack, the samples to truncate, and the samples to drop."""
+    """Return the indexes of the samples to pack, of those to truncate, and of those to drop."""
     check_overlong(overlong)
     too_long, none = np.flatnonzero(lengths > pack_max_length), np.zeros(0, np.int64)
     if too_long.size and overlong == "error":
@@ -253,7 +251,7 @@ def _units(name: str, groups: Sequence[Hashable | None] | None, count: int, kept
 def _spread_over_steps(
     samples: Int64s, lengths: Int64s, optimizer_steps: int, rollout_of: Int64s | None
 ) -> list[Int64s]:
-    """Distribute a rank's samples over steps, without splitting rollouts. Return the samples of each step."""
+    """Distribute a rank's samples across steps without splitting rollouts. Return the samples of each step."""
     if rollout_of is None:
         parts = [samples[part] for part in get_free_partitions(lengths[samples], optimizer_steps)]
     else:
@@ -265,15 +263,15 @@ def _spread_over_steps(
 
 
 def _deal(packs: Bins, optimizer_steps: int, multiple_of: int) -> list[Bins]:
-    """Distribute a rank's packs over steps, starting with the fullest packs.
+    """Distribute a rank's packs across steps, starting with the fullest packs.
 
-    The number of packs in each step is a multiple of `multiple_of`. The numbers of any two steps differ by at most
+    The number of packs in each step is a multiple of `multiple_of`. The pack counts of any two steps differ by at most
     `multiple_of`.
 
     Args:
-        packs: all packs of the rank, fullest first. Their number is a multiple of `multiple_of`.
+        packs: all packs of the rank, fullest first. The number of packs is a multiple of `multiple_of`.
         optimizer_steps: number of steps.
-        multiple_of: number of which the number of packs in each step must be a multiple.
+        multiple_of: divisor of the number of packs in each step.
     """
     count = max(len(packs) // multiple_of, optimizer_steps)
     dealt = packs + [[] for _ in range(count * multiple_of - len(packs))]
@@ -300,14 +298,14 @@ def pack_ranks_equally(
 ) -> list[Bins]:
     """Pack each rank's items into the same number of bins, using as few bins as a bounded search can find.
 
-    First, each rank's items are packed by best fit decreasing. The items of the ranks with the most bins are then
-    packed again, with one bin fewer. This step is repeated until it fails for one of the ranks.
+    First, each rank's items are packed with the best-fit-decreasing heuristic. The ranks with the most bins are then
+    repacked with one bin fewer. Repacking is repeated until it fails for one of the ranks.
 
     Args:
         sizes_of_ranks: item sizes of each rank. No item is larger than `capacity`.
         capacity: maximum total size of the items in a bin.
-        multiple_of: number of which the number of bins must be a multiple.
-        spread: whether to distribute each rank's items evenly over all bins, instead of leaving some bins empty.
+        multiple_of: divisor of the number of bins.
+        spread: whether to distribute each rank's items evenly across all bins instead of leaving some bins empty.
 
     Returns:
         The bins of each rank, fullest first, including empty bins. Each rank has at least one bin.
@@ -343,7 +341,7 @@ def _try_fewer(packed: list[Bins], sizes_of_ranks: Sequence[Int64s], capacity: i
 
 
 def _spread(sizes: Int64s, bins: Bins, capacity: int, count: int) -> Bins:
-    """Distribute the items evenly over `count` bins. Return `bins` unchanged if a bin would overflow."""
+    """Distribute the items evenly across `count` bins. Return `bins` unchanged if a bin would overflow."""
     even = [part for part in get_free_partitions(sizes, count) if part]
     return even if all(int(sizes[part].sum()) <= capacity for part in even) else bins
 
@@ -353,8 +351,9 @@ def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
 
     An item is large if it exceeds half the capacity. Two large items never fit into the same bin, so each large item
     needs its own bin. For a threshold t, an item larger than `capacity - t` cannot share a bin with any item of size t
-    or more. Items with sizes from t to half the capacity can share bins only with the remaining large items. If they
-    exceed the free space in those bins, additional bins are required. The result is the maximum over all thresholds.
+    or more. Items with sizes from t to half the capacity can share bins only with the remaining large items. If the
+    total size of these items exceeds the free space in those bins, additional bins are required. The result is the
+    largest lower bound over all thresholds.
     """
     if not sizes.size:
         return 0
@@ -393,7 +392,8 @@ def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
     """Try to pack the items into `bin_count` bins, with bounded effort.
 
     Returns:
-        At most `bin_count` bins, or None if the search found no packing. A packing may exist even if None is returned.
+        The filled bins, at most `bin_count`, or None if the search found no packing. A packing may exist even if None
+        is returned.
     """
     if count_bins_at_least(sizes, capacity) > bin_count:
         return None
@@ -429,7 +429,10 @@ def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | Non
 
 
 def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[int]:
-    """Return the items with the largest sum up to `capacity`. Bit s of a table is set if some items add up to s."""
+    """Return the items with the largest sum up to `capacity`.
+
+    Bit s of a table is set if the sizes of some items add up to s.
+    """
     window = (1 << (capacity + 1)) - 1
     tables = [1]
     for item in items:

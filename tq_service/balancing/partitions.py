@@ -1,12 +1,12 @@
-"""Splitting of items into k partitions of nearly equal cost, by Karmarkar-Karp largest differencing with a refinement.
+"""Partitioning of items into k sets of nearly equal cost, by Karmarkar-Karp largest differencing and a refinement.
 
 References: N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982. The k-way
-form is from R. E. Korf, "Multi-way number partitioning", IJCAI 2009.
+    form is described in R. E. Korf, "Multi-way number partitioning", IJCAI 2009.
 
-A partial solution consists of up to k columns, each of which is a set of items. The spread of a partial solution is the
-difference between its largest and smallest column sums. The algorithm repeatedly merges the two partial solutions with
-the widest spreads, until only one partial solution is left. A merge combines the heaviest column of one partial
-solution with the lightest column of the other, the second heaviest with the second lightest, and so on.
+A partial solution consists of up to k columns, each a set of items. The spread of a partial solution is the difference
+between its largest and smallest column sums. The algorithm repeatedly merges the two partial solutions with the widest
+spreads, until only one partial solution is left. A merge combines the heaviest column of one partial solution with the
+lightest column of the other, the second heaviest with the second lightest, and so on.
 
 A column is represented by its sum, in a sorted numpy array, and by the id of one of its items. To combine two columns,
 the algorithm turns the id of one column into a pointer to the id of the other. After the last merge, the pointers lead
@@ -48,8 +48,8 @@ class AttentionCost:
     """Cost of a sequence with L tokens: `linear * L + quadratic * L**2`.
 
     The linear term models matrix products, whose cost per token is constant. The quadratic term models the attention of
-    each token to earlier tokens. The default ratio is common in balancing code for a hidden size of 4,096. With this
-    ratio, both terms are equal at 24,576 tokens.
+    each token to earlier tokens. Balancing code commonly uses the default ratio for a hidden size of 4,096. With this
+    ratio, the two terms are equal at 24,576 tokens.
 
     Attributes:
         linear: cost per token.
@@ -62,8 +62,8 @@ class AttentionCost:
     def __post_init__(self) -> None:
         if not (self.linear >= 0 and self.quadratic >= 0 and 0 < self.linear + self.quadratic < float("inf")):
             raise ValueError(
-                f"got linear={self.linear} and quadratic={self.quadratic}; expected finite numbers of at least 0, not "
-                "both 0"
+                f"got linear={self.linear} and quadratic={self.quadratic}; expected finite, non-negative numbers, "
+                "not both 0"
             )
 
     def __call__(self, lengths: Int64s) -> NDArray[np.float64]:
@@ -81,10 +81,11 @@ def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
     Args:
         lengths: token counts, of shape `(n,)`.
         cost: "tokens", "attention" (`AttentionCost` with default values), or a function that maps an array of lengths
-            to an array of costs. The costs may be integers or floats. None: tokens.
+            to an array of costs. The costs may be integers or floats. If `cost` is None, the token counts are the
+            costs.
 
     Returns:
-        Costs, of shape `(n,)`. Floating-point costs are scaled such that the maximum is 2**40, and then rounded.
+        Costs, of shape `(n,)`. Floating-point costs are scaled to a maximum of 2**40 and then rounded.
 
     Raises:
         ValueError: the name is unknown, or the function returns an array of the wrong shape or with invalid values.
@@ -107,12 +108,14 @@ def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
     is_bad = ~np.isfinite(costs) | (costs < 0)
     if is_bad.any():
         at = int(is_bad.argmax())
-        raise ValueError(f"cost: got {costs[at]} for a length of {lengths[at]}, expected a finite number of at least 0")
+        raise ValueError(f"cost: got {costs[at]} for a length of {lengths[at]}, expected a finite, non-negative number")
     if costs.dtype.kind == "f":
         largest = float(costs.max())
         costs = np.rint(costs * (_STEPS / largest)) if largest > 0 else costs
     if float(costs.sum(dtype=np.float64)) >= _LARGEST_TOTAL:
-        raise ValueError(f"cost: got a total of 2**62 or more, expected less; the largest is {costs.max()}")
+        raise ValueError(
+            f"cost: got a total of 2**62 or more, expected a smaller total; the largest cost is {costs.max()}"
+        )
     return costs.astype(np.int64)
 
 
@@ -145,9 +148,12 @@ def check_lengths(seqlen_list: Lengths) -> NDArray[np.int64]:
         )
     if lengths.min() < 0:
         position = int(np.argmax(lengths < 0))
-        raise ValueError(f"seqlen_list: got {lengths[position]} at position {position}, expected lengths of at least 0")
+        raise ValueError(f"seqlen_list: got {lengths[position]} at position {position}, expected a non-negative length")
     if float(lengths.sum(dtype=np.float64)) >= _LARGEST_TOTAL:
-        raise ValueError(f"seqlen_list: got a total of 2**62 or more, expected less; the largest is {lengths.max()}")
+        raise ValueError(
+            "seqlen_list: got a total of 2**62 or more, expected a smaller total; "
+            f"the largest length is {lengths.max()}"
+        )
     return lengths.astype(np.int64)
 
 
@@ -184,8 +190,8 @@ def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) ->
 
     Raises:
         ValueError: `seqlen_list` is not a one-dimensional sequence of non-negative integers, there are fewer items than
-            partitions, or `k_partitions` is below 1. With `equal_size`, also if the number of items is not a multiple
-            of `k_partitions`.
+            partitions, or `k_partitions` is below 1. With `equal_size`, the error is also raised if the number of items
+            is not a multiple of `k_partitions`.
     """
     lengths, k = _check(seqlen_list, k_partitions, equal_size)
     return _as_lists(_partition(lengths, k, equal_size))
@@ -197,7 +203,7 @@ def get_seqlen_balanced_partitions(
     """Split items into partitions of nearly equal total cost, by `karmarkar_karp` followed by moves and swaps.
 
     See `karmarkar_karp` for the arguments, result and errors. Partitions are sorted by their sums before the
-    refinement, so the first partition of the result need not be the heaviest. `cost` is the quantity to balance, see
+    refinement, so the first partition of the result need not be the heaviest. `cost` is the quantity to balance; see
     `get_costs`. None: lengths.
     """
     lengths, k = _check(seqlen_list, k_partitions, equal_size)
@@ -211,7 +217,7 @@ def get_even_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
     The number of items per partition differs by at most one. There may be fewer items than partitions.
 
     Raises:
-        ValueError: as for `karmarkar_karp`, except that any number of items is valid.
+        ValueError: an argument is invalid for `karmarkar_karp`, except that any number of items is allowed.
     """
     return _padded_partitions(seqlen_list, k_partitions, equal_size=True)
 
@@ -222,13 +228,13 @@ def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
     There may be fewer items than partitions. Partitions may be empty.
 
     Raises:
-        ValueError: as for `karmarkar_karp`, except that any number of items is valid.
+        ValueError: an argument is invalid for `karmarkar_karp`, except that any number of items is allowed.
     """
     return _padded_partitions(seqlen_list, k_partitions, equal_size=False)
 
 
 def _padded_partitions(seqlen_list: Lengths, k_partitions: int, *, equal_size: bool) -> list[list[int]]:
-    """Pad the items with items of length 0 to a valid number of items, partition them, and remove the padding.
+    """Pad the item list to a valid size with items of length 0, partition the items, and remove the padding.
 
     With `equal_size`, each partition contains at most one padding item.
     """
@@ -275,7 +281,7 @@ def _partition(lengths: Int64s, k: int, equal_size: bool) -> list[Int64s]:
 
 
 class _Partial(NamedTuple):
-    """The sums and ids of the columns in a partial solution, in ascending order of the sums, without empty columns."""
+    """The sums and ids of the non-empty columns in a partial solution, in ascending order of sum."""
 
     sums: Int64s
     ids: Int64s
@@ -337,7 +343,7 @@ class _Differencing:
         return max(int(end) - self._next, 0)
 
     def _fill(self, partial: _Partial, count: int) -> _Partial:
-        """Merge the next `count` single items into empty columns. The result still has the widest spread."""
+        """Merge the next `count` single items into empty columns. The merged solution still has the widest spread."""
         taken = slice(self._next, self._next + count)
         self._next += count
         sums = np.concatenate([partial.sums, self._single_lengths[taken]])
@@ -380,21 +386,21 @@ def _ordered(sums: Int64s, ids: Int64s) -> _Partial:
 
 
 def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: bool) -> list[Int64s]:
-    """Exchange items until the heaviest set cannot be made lighter, or is within 0.001 % of the lower bound.
+    """Exchange items until the heaviest set cannot be made lighter, or is within 0.001% of the lower bound.
 
-    The lower bound is the maximum of the mean sum and the longest item. With `equal_size`, the longest item must share
-    its set with other items, so the lengths of the shortest items are added to its length. An exchange swaps an item in
-    the heaviest set for a shorter item in another set. Without `equal_size`, an exchange may also move an item to
-    another set. An exchange is made only if both sets end up below the previous maximum, so the maximum never
+    The lower bound is the larger of the mean sum and the longest item's length. With `equal_size`, the longest item
+    must share its set with other items, so the lengths of the shortest items are added to its length. An exchange swaps
+    an item in the heaviest set for a shorter item in another set. Without `equal_size`, an exchange may also move an
+    item to another set. An exchange is made only if both sets end up below the previous maximum, so the maximum never
     increases. The number of exchanges is limited to four per set.
 
     Args:
         lengths: length of each item, of shape `(n,)`.
         partitions: item positions in each set. A set may be empty.
-        equal_size: whether the number of items in each set must not change.
+        equal_size: whether each set must keep its number of items.
 
     Returns:
-        The resulting sets, in the given order.
+        The resulting sets, in the order of `partitions`.
     """
     sets = _Sets(lengths, partitions, keep_sizes=equal_size)
     for _ in range(4 * len(partitions)):
@@ -404,7 +410,7 @@ def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: 
 
 
 class _Sets:
-    """Sets of items with their sums. `values[s]` contains the lengths of `items[s]`."""
+    """Sets of items and the sum of each set. `values[s]` contains the lengths of `items[s]`."""
 
     def __init__(self, lengths: Int64s, partitions: list[Int64s], *, keep_sizes: bool) -> None:
         self.items = [part.copy() for part in partitions]
@@ -435,14 +441,14 @@ class _Sets:
     def _offered(self, heaviest: int, other: int) -> Int64s:
         """Return the lengths of the items that another set can offer to the heaviest set.
 
-        If the sizes of the sets may change, a final 0 is appended. It represents a move without an item in return.
+        If the sizes of the sets may change, a final 0 is appended. The 0 represents a move without an item in return.
         """
         if self._keep_sizes or self.items[heaviest].size < 2:
             return self._values[other]
         return np.append(self._values[other], np.int64(0))
 
     def _first_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the best exchange with the first set in `others` for which an exchange helps, or None."""
+        """Return the best exchange with the first set in `others` that allows a useful exchange, or None."""
         given = self._values[heaviest]
         for other in others.tolist():
             offered = self._offered(heaviest, other)
@@ -460,7 +466,7 @@ class _Sets:
         return None
 
     def _any_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the exchange with any set in `others` that minimizes the larger of the two resulting sums, or None."""
+        """Return the exchange with a set in `others` that minimizes the larger of the two resulting sums, or None."""
         given = self._values[heaviest]
         offered = [self._offered(heaviest, other) for other in others.tolist()]
         owners = np.repeat(others, [values.size for values in offered]) if offered else others

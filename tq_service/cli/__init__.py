@@ -1,4 +1,4 @@
-"""The command line `tq-service`. The module of a command is imported only when the command runs, so probes are fast."""
+"""The `tq-service` command line. Each command's module is imported only on use, which keeps probes fast."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tq_service.errors import TqError
 # Commands and their summaries. Each command's module defines `command`, and `EXAMPLES` for the end of --help.
 COMMANDS = {
     "serve": "Run the service until SIGTERM or SIGINT.",
-    "status": "Show a service, its partitions and tasks, and why calls wait.",
-    "explain": "Explain why claims on a partition wait.",
+    "status": "Show a service, its partitions and tasks, and why calls are waiting.",
+    "explain": "Explain why claims on a partition are waiting.",
     "ui": "Serve a live page that shows a service in the browser.",
     "partition": "List, show, seal and clear partitions, and peek at their samples.",
     "task": "Show, explain and reset tasks.",
@@ -26,10 +26,10 @@ COMMANDS = {
     "replay": "Serve recorded batches read-only, or list the recorded steps.",
     "diff": "Compare the metadata of two recorded batches.",
     "token": "Create, list and revoke bearer tokens.",
-    "health": "Print a service's health; the exit code is 0 if the service is SERVING.",
+    "health": "Print a service's health, and exit with code 0 only if the service is SERVING.",
     "version": "Print the versions of this program and of the service.",
     "plan": "Preview each sampler's plan for a file of sample lengths.",
-    "bench": "Measure claims, puts and gets against a service for a few seconds.",
+    "bench": "Benchmark claims, puts and gets against a service for a few seconds.",
 }
 # Commands with verbs, by module. The module defines a constant for each command group, such as PARTITION.
 _GROUPS = {
@@ -45,9 +45,9 @@ _EXTRAS = {
 
 
 class _CommandsOnDemand(TyperGroup):
-    """A command group that imports the module of a command on first use.
+    """A command group that imports each command's module on first use.
 
-    Signatures use Any, because some versions of typer use click while others use an internal copy of click.
+    Signatures use Any because some versions of typer import click and others bundle a copy of it.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -101,7 +101,7 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line. If an error occurs, print it to stderr with a hint, if available, and exit."""
+    """Run the command line. On error, print the message and any hint to stderr, and exit with a nonzero code."""
     try:
         sys.exit(app(standalone_mode=False))
     except (TqError, ConnectionError, TimeoutError) as error:

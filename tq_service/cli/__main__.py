@@ -1,4 +1,4 @@
-"""Runs the command line `tq-service` as `python -m tq_service.cli`."""
+"""Runs the `tq-service` command line when called as `python -m tq_service.cli`."""
 
 from tq_service.cli import main
 

@@ -1,4 +1,4 @@
-"""`tq-service bench`: measures claims, puts and gets of a single client process for a few seconds."""
+"""`tq-service bench`: benchmarks claims, puts and gets from a single client process for a few seconds."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def _command(
     as_json: AsJson = False,
     **given: Any,
 ) -> None:
-    """Measure claims, puts and gets by one client process against a service.
+    """Benchmark claims, puts and gets from one client process against a service.
 
-    The command removes its data afterwards. Results depend on the machines that run the client and the service.
+    The command removes its test data at the end. The results depend on the machines that run the client and the
+    service.
     """
     size_bytes = _positive_bytes(size)
 
@@ -100,14 +101,14 @@ def _positive_bytes(size: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """A row of the results.
+    """One row of benchmark results.
 
     Attributes:
         name: name of the measured operation.
         rate: measured throughput, in `unit`.
         unit: unit of the rate.
         p50_ms: median latency in milliseconds.
-        p99_ms: 99th percentile latency in milliseconds.
+        p99_ms: 99th-percentile latency in milliseconds.
         count: number of measured calls.
     """
 
@@ -126,7 +127,7 @@ def _figure(name: str, latencies: list[float], *, rate: float, unit: str) -> _Fi
 
 @asynccontextmanager
 async def _partition(client: AsyncClient) -> AsyncIterator[str]:
-    """Create a partition and yield its name. Clear the partition at the end, even after an error."""
+    """Create a partition and yield its name. Clear the partition on exit, even after an error."""
     partition_id = f"bench-{secrets.token_hex(6)}"
     await client.create_partition(partition_id)
     try:
@@ -142,7 +143,7 @@ async def _timed(call: Awaitable[object]) -> float:
 
 
 async def _repeated(call: Callable[[], Awaitable[float]], seconds: float) -> list[float]:
-    """Repeat a call for `seconds`, but at most `_MOST_REPEATS` times. Return the latencies."""
+    """Repeat a call for `seconds` seconds, but no more than `_MOST_REPEATS` times. Return the latencies."""
     latencies: list[float] = []
     until = time.perf_counter() + seconds
     while not latencies or (time.perf_counter() < until and len(latencies) < _MOST_REPEATS):
@@ -174,7 +175,7 @@ async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figur
 
 
 async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> list[_Figure]:
-    """Measure concurrent claims of 8-sample batches by `ranks` trainer ranks. All samples are ready beforehand."""
+    """Measure concurrent claims of 8-sample batches by `ranks` trainer ranks. All samples are ready at the start."""
     async with _partition(client) as partition_id:
         await client.put(partition_id, {"value": np.zeros(_CLAIM_SAMPLES, np.int8)})
         latencies: list[float] = []
@@ -202,7 +203,7 @@ async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> li
 
 
 async def _measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) -> list[_Figure]:
-    """Measure sequential puts and gets of a dense float32 column of about `size_bytes`."""
+    """Measure sequential puts and gets of a dense float32 column of about `size_bytes` bytes."""
     rows = max(size_bytes // _ROW_BYTES, 1)
     column = np.random.default_rng(0).random((rows, _ROW_BYTES // 4), dtype=np.float32)
     puts: list[float] = []

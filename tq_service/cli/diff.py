@@ -24,8 +24,8 @@ EXAMPLES = """\
 
 def command(
     place: Place,
-    first: Annotated[int, typer.Argument(min=0, help="First step, by batch_index.")],
-    second: Annotated[int, typer.Argument(min=0, help="Second step, by batch_index.")],
+    first: Annotated[int, typer.Argument(min=0, help="batch_index of the first step.")],
+    second: Annotated[int, typer.Argument(min=0, help="batch_index of the second step.")],
     *,
     task: Task = None,
     partition: Partition = None,

@@ -1,4 +1,4 @@
-"""`tq-service explain` and `tq-service task explain`: show why claims wait for samples of a partition."""
+"""`tq-service explain` and `tq-service task explain`: show why claims on a partition are waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLES = """\
 
 
 def explain(partition: Partition, task: TaskOrAll = None, as_json: AsJson = False, **service: Any) -> None:
-    """Explain why claims wait: how many samples of a partition are ready, and why other samples are not."""
+    """Explain why claims are waiting: how many samples of a partition are ready, and why the others are not."""
     with open_client(**service) as client:
         reasons = client.explain(partition, task)
     if as_json:

@@ -1,4 +1,4 @@
-"""`tq-service health`: queries the standard gRPC health service. Used as a probe in Compose and Kubernetes."""
+"""`tq-service health`: queries the standard gRPC health service. Compose and Kubernetes use this command as a probe."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _command(
     as_json: AsJson = False,
     **given: Any,
 ) -> None:
-    """Print a service's health. The exit code is 0 if the service is SERVING, otherwise 1."""
+    """Print a service's health. The exit code is 0 if the service is SERVING, and 1 otherwise."""
     answers, errors = _ask(split_addresses(probed_address(given["address"])), service, timeout, given["tls"])
     serving = [target for target, status in answers.items() if status == "SERVING"]
     if not serving:

@@ -55,9 +55,9 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
     """Configure logging to stderr, and configure the audit log.
 
     Args:
-        level: minimum level to log. It does not apply to the audit log.
+        level: minimum level to log. The audit log ignores this level.
         style: "text" for readable lines, or "json" for a JSON object per line.
-        audit_file: file to which the audit log is appended. The file is reopened after log rotation. None for stderr.
+        audit_file: file to which audit entries are appended. The file is reopened after log rotation. None for stderr.
 
     Raises:
         InvalidArgumentError: `audit_file` cannot be written.

@@ -1,4 +1,4 @@
-"""Options, service connections, command groups, and output functions shared by the CLI's commands."""
+"""Options, service connections, command groups and output functions shared by all CLI commands."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 
 
 def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Parameter:
-    """Create the signature parameter for a command's option."""
+    """Create the signature parameter for a command option."""
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -65,13 +65,13 @@ def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Para
 def with_options(
     function: Callable[..., Any], options: Iterable[inspect.Parameter], call: Callable[..., None] | None = None
 ) -> Callable[..., None]:
-    """Create a command with the parameters of a function, except `client` and `**`, and with additional options.
+    """Create a command from the parameters of a function, except `client` and `**`, and from additional options.
 
     Args:
         function: function that implements the command.
         options: options to add.
-        call: called with the values of all parameters. It must call `function`. If None, the command calls `function`
-            directly.
+        call: callable that receives the values of all parameters and must call `function`. If None, the command calls
+            `function` directly.
     """
     signature = inspect.signature(
         function, eval_str=True, locals={"Client": object}
@@ -107,7 +107,7 @@ def _service_options(address_help: str = ADDRESS_HELP, timeout: float | None = N
 
 
 def _take_credentials(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the TLS and token options from `values`. Return them as the client arguments `token` and `tls`."""
+    """Remove the TLS and token options from `values`, and return the client arguments `token` and `tls`."""
     files = {name: values.pop(f"tls_{name}", None) for name in _TLS_FILES}
     given = {"token": values.pop("token_file", None), "tls": None}
     if any(files.values()):
@@ -120,7 +120,7 @@ def _take_credentials(values: dict[str, Any]) -> dict[str, Any]:
 def with_address(
     function: Callable[..., None], address_help: str = ADDRESS_HELP, timeout: float | None = None
 ) -> Callable[..., None]:
-    """Add address, TLS and token options to a command. Pass them as the arguments `address`, `token` and `tls`."""
+    """Add address, TLS and token options to a command, and pass their values as `address`, `token` and `tls`."""
 
     def call(**values: Any) -> None:
         function(**_take_credentials(values), **values)
@@ -129,7 +129,7 @@ def with_address(
 
 
 def with_service(function: Callable[..., None]) -> Callable[..., None]:
-    """Add connection options to a command. Pass them as the arguments for `open_client`."""
+    """Add connection options to a command, and pass their values as arguments for `open_client`."""
     return with_address(function, timeout=_ANSWER_SECONDS)
 
 
@@ -137,7 +137,7 @@ def with_service(function: Callable[..., None]) -> Callable[..., None]:
 
 
 class GroupedOptions(TyperCommand):
-    """A command whose help groups options by `rich_help_panel`. Options without a panel are listed under Options."""
+    """A command whose help groups options by `rich_help_panel`. Options without a panel appear under "Options"."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options to the help text."""
@@ -152,16 +152,16 @@ class GroupedOptions(TyperCommand):
 
 
 class _VerbGroup(TyperGroup):
-    """A command group whose help shows the full first sentence of each verb. Typer would truncate it to a line."""
+    """A command group whose help shows each command's full summary. Typer would truncate summaries to one line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the verbs to the help text."""
+        """Write the list of commands to the help text."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, each.get_short_help_str(limit=_WHOLE)) for name, each in self.commands.items()])
 
 
 def make_group(examples: str) -> typer.Typer:
-    """Create a command group with examples in its help. Use `verb` to add verbs."""
+    """Create a command group with examples in its help. Use `verb` to add commands to the group."""
     group = typer.Typer(
         cls=_VerbGroup,
         add_completion=False,
@@ -204,10 +204,10 @@ def verb(
 
 @contextmanager
 def open_client(address: str | None, timeout: float, **credentials: Any) -> Iterator[Client]:
-    """Connect to the service, and yield a client once the service responds. Retry for up to a second.
+    """Connect to the service, and yield a client once the service responds. Retry the connection for up to one second.
 
     Args:
-        address: address of the service. None for the default.
+        address: address of the service, or None for the default address.
         timeout: timeout for each call, in seconds.
         **credentials: client arguments `token` and `tls`.
 
@@ -236,7 +236,7 @@ def open_client(address: str | None, timeout: float, **credentials: Any) -> Iter
 
 
 def probed_address(address: str | None) -> str:
-    """Return the given address. If it is None, return localhost with the port in TQ_PORT or the default port.
+    """Return the given address, or by default localhost with the port in TQ_PORT or the default port.
 
     Raises:
         InvalidArgumentError: the address is invalid.
@@ -256,7 +256,7 @@ def probed_address(address: str | None) -> str:
 
 
 def _completions(ctx: typer.Context, names: Callable[[Client], Sequence[str]]) -> Sequence[str]:
-    """Return the completions of a name. If the service does not respond immediately, return an empty list."""
+    """Return the possible completions of a name. If the service does not respond immediately, return an empty list."""
     with contextlib.suppress(Exception):  # shell completion must not print errors
         from tq_service.client import Client  # noqa: PLC0415  (as in open_client)
 
@@ -295,7 +295,7 @@ _PIPED_WIDTH = 160
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 Answer = Iterator[Any]
-"""Output of a command. The first item is the document for --json. All further items are text and tables to print."""
+"""Output of a command. The first item is the document for --json. The remaining items are text and tables to print."""
 
 
 def show(answer: Answer, as_json: bool) -> None:
@@ -327,7 +327,7 @@ def _json_value(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Return a console for stdout. It is as wide as the terminal, or `_PIPED_WIDTH` columns without a terminal."""
+    """Return a console for stdout. Without a terminal, the console has `_PIPED_WIDTH` columns."""
     from rich.console import Console  # noqa: PLC0415  (not needed by --json)
 
     terminal = Console()
@@ -340,7 +340,7 @@ def table(headings: str, rows: Iterable[Sequence[object]], *, no_wrap: bool = Fa
     Args:
         headings: column headings, separated by commas. The prefix ">" right-aligns a column.
         rows: cells of each row. None is shown as "-". Text is not interpreted as markup.
-        no_wrap: whether to truncate text that does not fit. If false, the text is wrapped.
+        no_wrap: whether to truncate text that does not fit, rather than wrap it.
     """
     from rich.table import Table  # noqa: PLC0415  (not needed by --json)
     from rich.text import Text  # noqa: PLC0415  (as above)

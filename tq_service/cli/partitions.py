@@ -50,7 +50,7 @@ def _confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise InvalidArgumentError(f"{question} Pass --yes to confirm, since stdin is not a terminal", field="yes")
+        raise InvalidArgumentError(f"{question} stdin is not a terminal; pass --yes to confirm", field="yes")
     typer.confirm(question, abort=True, err=True)
 
 
@@ -97,7 +97,7 @@ def show_partition(client: Client, partition: Partition) -> Answer:
 
 @verb(PARTITION, "seal")
 def seal(client: Client, partition: Partition) -> Answer:
-    """Seal a partition: it no longer accepts new samples, so its tasks can complete."""
+    """Seal a partition so that it accepts no new samples and its tasks can complete."""
     count = client.seal_partition(partition)
     yield {"partition_id": partition, "inserted_count": count}
     yield f"sealed {partition} with {count:,} samples"
@@ -107,7 +107,7 @@ def seal(client: Client, partition: Partition) -> Answer:
 def clear(
     client: Client, partitions: Annotated[list[str], typer.Argument(help="Names of the partitions.")], yes: Yes = False
 ) -> Answer:
-    """Remove partitions with all their data, and end calls that wait for them."""
+    """Remove partitions and all their data, and end any calls that are waiting for these partitions."""
     counts = {name: client.describe_partition(name).summary.present_count for name in dict.fromkeys(partitions)}
     _confirm(f"clear {', '.join(counts)} with {sum(counts.values()):,} samples?", yes)
     counts = {name: client.clear_partition(name) for name in counts}
@@ -179,7 +179,7 @@ def _plain(value: Any) -> Any:
 
 
 def _readable(value: Any) -> str:
-    """Format a field value as a single line. For an array, the line contains the first values, dtype and shape."""
+    """Format a field value as a single line. For an array, the line shows the first values, the dtype and the shape."""
     if not hasattr(value, "tolist"):
         text = repr(value)
         return text if len(text) <= 200 else f"{text[:200]}... ({len(text):,} characters)"
@@ -264,7 +264,7 @@ TASK.command("explain")(explain.command)
 
 @verb(TASK, "show")
 def show_tasks(client: Client, partition: Partition, task: TaskOrAll = None) -> Answer:
-    """Show a partition's tasks: counts of delivered, pending and unacknowledged samples, and why calls wait."""
+    """Show a partition's tasks: counts of delivered, pending and unacknowledged samples, and why calls are waiting."""
     described = client.describe_partition(partition)
     waits = client.explain(partition, task)
     tasks = [each for each in described.tasks if task in {None, each.task_name}]
@@ -332,9 +332,9 @@ def list_evicted(
     client: Client,
     partition: Partition,
     task: Task,
-    after: Annotated[int, typer.Option(min=0, help="List only units with a serial number above this.")] = 0,
+    after: Annotated[int, typer.Option(min=0, help="List only units with a serial number greater than this.")] = 0,
 ) -> Answer:
-    """List up to 1,024 units (samples, rollouts, groups) evicted by a task's claims, and whether they were refilled."""
+    """List up to 1,024 units (samples, rollouts, groups) evicted by a task's claims, and show which were refilled."""
     found = client.take_evicted(partition, task, after)
     yield found
     if found.dropped_count:
@@ -358,7 +358,7 @@ def reset(
     partition: Partition,
     task: Task,
     keep_consumed: Annotated[
-        bool, typer.Option("--keep-consumed", help="Restart batch numbers only; consumed samples stay consumed.")
+        bool, typer.Option("--keep-consumed", help="Restart only the batch numbers; consumed samples stay consumed.")
     ] = False,
     yes: Yes = False,
 ) -> Answer:
@@ -407,7 +407,7 @@ def requeue(
     partition: Partition,
     task: Task,
     samples: Annotated[
-        list[int] | None, typer.Argument(help="Global indexes of the samples. Default: all of them.")
+        list[int] | None, typer.Argument(help="Global indexes of the samples. Default: all dead-lettered samples.")
     ] = None,
 ) -> Answer:
     """Make dead-lettered samples claimable again, and reset their delivery counts."""

@@ -1,4 +1,4 @@
-"""`tq-service plan`: previews each sampler's plan for a list of sample lengths. Does not need a service."""
+"""`tq-service plan`: previews each sampler's plan for a list of sample lengths. No service is required."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(
     *,
     lengths: Annotated[Path, typer.Option(help="File with one token count per line, or a CSV file (see --column).")],
     column: Annotated[
-        list[str] | None, typer.Option(help="CSV column with token counts; if repeated, the columns are added up.")
+        list[str] | None, typer.Option(help="CSV column with token counts; repeat to add up several columns.")
     ] = None,
     dp_size: Annotated[int, typer.Option(min=1, help="Number of trainer ranks.")] = 8,
     optimizer_steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps per packed batch.")] = 1,
@@ -50,8 +50,8 @@ def command(
     tokens_per_rank: Annotated[
         int | None, typer.Option(min=1, help="Tokens per rank for token_budget. Default: an equal share of all tokens.")
     ] = None,
-    n_samples_per_prompt: Annotated[int, typer.Option(min=1, help="Consecutive samples per group.")] = 1,
-    overlong: Annotated[Overlong, typer.Option(help="Handling of samples longer than a pack.")] = "error",
+    n_samples_per_prompt: Annotated[int, typer.Option(min=1, help="Number of consecutive samples per group.")] = 1,
+    overlong: Annotated[Overlong, typer.Option(help="How to handle samples longer than a pack.")] = "error",
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of lengths to read.")] = None,
 ) -> None:
     """Preview each sampler's plan for a file of sample lengths."""
@@ -84,7 +84,7 @@ def command(
 
 
 def _read(path: Path, columns: list[str]) -> list[int]:
-    """Read token counts from a file. If `columns` are given, return their sum for each row."""
+    """Read token counts from a file. With `columns`, add up the values of these columns in each row."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as lines:  # Excel files start with a byte order mark
             if not columns:
@@ -96,7 +96,7 @@ def _read(path: Path, columns: list[str]) -> list[int]:
                     raise typer.BadParameter(f"got {name!r}, expected one of {', '.join(known)}", param_hint="--column")
             return [sum(_count(row[name], f"line {rows.line_num}, column {name}") for name in columns) for row in rows]
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{path} cannot be read: {error}", param_hint="--lengths") from error
+        raise typer.BadParameter(f"could not read {path}: {error}", param_hint="--lengths") from error
 
 
 def _count(text: str | None, where: str) -> int:
@@ -135,15 +135,16 @@ def _above_mean(of_ranks: NDArray[Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Ranks, groups and limits with which samplers are compared.
+    """Ranks, groups and limits used to compare samplers.
 
     Attributes:
         dp_size: number of ranks.
         optimizer_steps: number of optimizer steps per packed batch.
         pack_max_length: maximum number of tokens per pack.
-        n_samples_per_prompt: number of consecutive samples per group. All samples of a group are on the same rank.
+        n_samples_per_prompt: number of consecutive samples per group. All samples of a group are assigned to the same
+            rank.
         tokens_per_rank: token budget per rank for `token_budget`.
-        overlong: how samples that are longer than a pack are handled.
+        overlong: handling of samples that are longer than a pack.
     """
 
     dp_size: int
@@ -161,11 +162,11 @@ class Preview:
     Attributes:
         sampler: name of the sampler, with distinguishing options.
         batches: number of batches that the sampler needs for all samples.
-        rank_tokens: number of tokens on each rank in the first batch, of shape `(dp_size,)`.
-        rank_costs: cost of each rank's samples in the first batch, including attention, of shape `(dp_size,)`.
-        rank_samples: number of samples on each rank in the first batch, of shape `(dp_size,)`.
-        pack_fills: filled share of each pack over all ranks and steps, for packed batches.
-        packs_by_step: number of packs per rank in each step, for packed batches.
+        rank_tokens: number of tokens on each rank in the first batch; an array of shape `(dp_size,)`.
+        rank_costs: cost of each rank's samples in the first batch, including attention; an array of shape `(dp_size,)`.
+        rank_samples: number of samples on each rank in the first batch; an array of shape `(dp_size,)`.
+        pack_fills: for packed batches, the filled fraction of each pack across all ranks and steps.
+        packs_by_step: for packed batches, the number of packs per rank in each step.
     """
 
     sampler: str
@@ -229,7 +230,7 @@ def _plans(sampler: Sampler, lengths: Int64s, shape: Shape) -> Iterator[Plan]:
     while view.ready().size:
         plan = sampler.plan(view, request)
         if not isinstance(plan, Plan):
-            raise TypeError(f"sampler {sampler.name!r} returned {plan!r} although all samples are ready")
+            raise TypeError(f"sampler {sampler.name!r} returned {plan!r}, not a plan, although all samples are ready")
         for part in plan.ranks:
             view.consume(part.rows)
         yield plan

@@ -48,7 +48,7 @@ def command(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 0,
     log_level: Annotated[str, typer.Option(help="Minimum level to log: debug, info, warning or error.")] = "warning",
 ) -> None:
-    """Serve recorded batches read-only until SIGTERM or SIGINT. Each rank receives the batches recorded for it."""
+    """Serve recorded batches read-only until SIGTERM or SIGINT. Each rank receives its own recorded batches."""
     from tq_service.recording.reading import Asked  # noqa: PLC0415  (not needed by --help)
 
     asked = Asked(task_name=task, batch_index=step, partition_id=partition, epoch=epoch, incarnation=incarnation)

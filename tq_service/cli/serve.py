@@ -40,21 +40,21 @@ _log = logging.getLogger(__name__)
 def _command(
     config: Annotated[Path | None, typer.Option(envvar=CONFIG_VARIABLE, help="TOML file with settings.")] = None,
     show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print every setting with its source and exit.")
+        bool, typer.Option("--show-config", help="Print every setting with its source, then exit.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --show-config, print JSON.")] = False,
     stop_with_stdin: Annotated[
         bool,
         typer.Option(
             "--stop-with-stdin",
-            help="Stop when stdin is closed, for example because the parent process at the other end of a pipe exits.",
+            help="Stop when stdin is closed, for example because the parent process has exited.",
         ),
     ] = False,
     **flags: object,
 ) -> None:
     """Run the service until SIGTERM or SIGINT, then let running calls finish.
 
-    Each setting is read from its flag, the environment variable TQ_<SETTING>, or the --config file, in this order.
+    Each setting is read from its flag, the environment variable TQ_<SETTING>, or the --config file, in that order.
     """
     loaded = load_settings(flags, config)
     if show_config:
@@ -69,7 +69,7 @@ def _run(settings: ServeSettings) -> int:
     configure_logging(settings.log_level, settings.log_format, settings.audit_file)
     if unknown := unknown_variables():
         named = [f"{name} (did you mean {near}?)" if near else name for name, near in unknown.items()]
-        _log.warning(LogMessage("ignored environment variables that are not settings", variables=", ".join(named)))
+        _log.warning(LogMessage("ignored environment variables that match no setting", variables=", ".join(named)))
     from tq_service.server.app import serve  # noqa: PLC0415  (not needed by --show-config and --help)
     from tq_service.server.process import loop_factory  # noqa: PLC0415  (as above)
     from tq_service.server.supervisor import FAILED_EXIT_CODE  # noqa: PLC0415  (as above)

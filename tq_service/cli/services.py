@@ -35,7 +35,7 @@ _COPY_SECONDS = 3600.0
 
 @verb(STORAGE, "ls")
 def list_storages(client: Client) -> Answer:
-    """List storage services: used bytes, quotas, last heartbeats, and the state of their mirrors."""
+    """List storage services with their used bytes, quotas, last heartbeats and mirror states."""
     status = client.status(explain=False)
     yield status.storages
     yield table(
@@ -120,7 +120,7 @@ def write(
 ) -> Answer:
     """Write a consistent copy of all data to the controller's disk while the service keeps running.
 
-    An existing checkpoint with the same name is replaced only if writing succeeds.
+    An existing checkpoint with the same name is replaced only after the new checkpoint has been written.
     """
     copy = client.checkpoint(name, metadata=_object(metadata), timeout=client.timeout)
     yield copy
@@ -134,9 +134,9 @@ def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(f"the value is not JSON ({error})", param_hint="--metadata") from None
+        raise typer.BadParameter(f"the value is not valid JSON: {error}", param_hint="--metadata") from None
     if not isinstance(value, dict):
-        raise typer.BadParameter("the value is not a JSON object such as '{\"step\": 12}'", param_hint="--metadata")
+        raise typer.BadParameter("expected a JSON object such as '{\"step\": 12}'", param_hint="--metadata")
     return value
 
 
@@ -164,9 +164,9 @@ def restore(
         bool, typer.Option("--replace", help="Clear all existing partitions before restoring the checkpoint.")
     ] = False,
 ) -> Answer:
-    """Restore a checkpoint into a service that has no partitions, or use --replace to replace all its partitions.
+    """Restore a checkpoint into a service without partitions, or replace all existing partitions with --replace.
 
-    The service first verifies the entire checkpoint, and then restores it atomically.
+    The service verifies the entire checkpoint before it restores the checkpoint atomically.
     """
     restored = client.restore(name, replace=replace, timeout=client.timeout)
     yield restored

@@ -1,7 +1,7 @@
-"""`tq-service status`: shows a running service, its partitions and tasks, and why calls wait.
+"""`tq-service status`: shows a running service, its partitions and tasks, and why calls are waiting.
 
-The output is JSON, or text with a header followed by partitions and their tasks. Lines that exceed the terminal's width
-are wrapped. Names are never truncated.
+The output is JSON, or text with a header followed by partitions and their tasks. Lines wider than the terminal are
+wrapped. Partition and task names are never truncated.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def command(
             "-w",
             metavar="SECONDS",
             min=0.1,
-            help="Show the status at this interval, in seconds; on a terminal, each status replaces the previous one.",
+            help="Refresh interval of the status, in seconds; on a terminal, each status replaces the previous one.",
             show_default=False,
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON instead of text; with --watch, one line per update.")
+        bool, typer.Option("--json", help="Print JSON instead of text; with --watch, print one line per update.")
     ] = False,
     **service: Any,
 ) -> None:
-    """Show a service, its partitions and tasks, and why calls wait."""
+    """Show a service, its partitions and tasks, and why calls are waiting."""
     with open_client(**service) as client:
         statuses = _statuses(client, partitions or (), prefix, watch)
         if watch is not None and not as_json and _is_screen():
@@ -86,9 +86,9 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
     """Return the status of the given partitions, or of all partitions whose names begin with `prefix`.
 
     Args:
-        client: client of the service.
+        client: client connected to the service.
         names: names of the partitions. If empty, partitions are selected by `prefix`.
-        prefix: prefix of partition names. Used only if `names` is empty.
+        prefix: prefix of partition names; used only if `names` is empty.
 
     Raises:
         PartitionNotFoundError: a partition in `names` does not exist, and no call waits for it.
@@ -111,12 +111,12 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
 
 
 def _is_screen() -> bool:
-    """Return whether stdout is a terminal in which a new status can replace the previous status."""
+    """Return whether stdout is a terminal on which each status can overwrite the previous one."""
     return sys.stdout.isatty() and not console().is_dumb_terminal
 
 
 def _statuses(client: Client, names: Any, prefix: str, seconds: float | None) -> Iterator[ServiceStatus | TqError]:
-    """Yield the status once, or repeatedly every `seconds`. If a read fails, yield the error."""
+    """Yield the status once, or every `seconds` seconds. If a repeated read fails, yield the error."""
     while True:
         try:
             if seconds is not None:
@@ -132,7 +132,7 @@ def _statuses(client: Client, names: Any, prefix: str, seconds: float | None) ->
 
 
 def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -> None:
-    """Show each status in place of the previous status. During an outage, keep the last status on the screen."""
+    """Redraw the screen with each new status. During an outage, keep the last status on the screen."""
     from rich.live import Live  # noqa: PLC0415  (not needed by --json)
     from rich.text import Text  # noqa: PLC0415  (not needed by --json)
 
@@ -172,8 +172,8 @@ class Block:
     Attributes:
         lines: lines of text.
         urgency: display priority. If not all blocks fit on the screen, blocks with lower numbers are shown. 0 means
-            that calls wait, 1 that samples are being delivered, 2 that some tasks are incomplete, and 3 that all tasks
-            are complete.
+            that calls are waiting, 1 that samples are being delivered, 2 that some tasks are incomplete, and 3 that all
+            tasks are complete.
     """
 
     lines: tuple[str, ...]
@@ -263,7 +263,7 @@ def _on(flag: bool) -> str:
 
 
 def span(seconds: float) -> str:
-    """Format a number of seconds with the two largest units, such as "3h5m"."""
+    """Format a number of seconds with its two largest units, such as "3h5m"."""
     days, rest = divmod(int(seconds), 86_400)
     hours, rest = divmod(rest, 3_600)
     minutes, left = divmod(rest, 60)
@@ -273,14 +273,14 @@ def span(seconds: float) -> str:
 
 
 def terminal_width() -> int:
-    """Return the maximum line length, which is the terminal's width but at least `_LEAST_WIDTH`."""
+    """Return the maximum line length: the width of the terminal, but at least `_LEAST_WIDTH`."""
     return max(_LEAST_WIDTH, shutil.get_terminal_size((_PIPED_COLUMNS, 24)).columns)
 
 
 def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, list[Block]]:
-    """Return the line of column titles and a block for each partition, sorted by partition name.
+    """Return the column titles as one line, and one block per partition, sorted by partition name.
 
-    A partition that does not exist yet is included if calls wait for the partition.
+    A partition that does not exist yet is included if calls are waiting for that partition.
     """
     width = max(_LEAST_WIDTH, width or terminal_width())
     waits: dict[str, list[PartitionWait]] = {}
@@ -302,7 +302,7 @@ def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, lis
 
 
 def _rows(partition: PartitionDescription | None, waits: Sequence[PartitionWait]) -> list[_Row]:
-    """Return a row for each task of a partition. This includes tasks that are known only from waiting calls."""
+    """Return a row for each task of a partition. Include tasks known only from waiting calls."""
     tasks = {task.task_name: task for task in (() if partition is None else partition.tasks)}
     rows = []
     for name in dict.fromkeys([*tasks, *(wait.reason.task_name for wait in waits)]):
@@ -375,7 +375,7 @@ def _notes(task: TaskStatus) -> Iterator[str]:
 
 
 def _short(wait: PartitionWait) -> str:
-    """Format the reason why calls wait. Omit the partition and task names, which the row already shows."""
+    """Format the reason why calls are waiting. Omit the partition and task names, which the row already shows."""
     reason = wait.reason
     calls = "1 call" if reason.waiting_count == 1 else f"{reason.waiting_count:,} calls"
     text = reason.text.replace(f" of partition {wait.partition_id!r}", "").replace(
@@ -385,7 +385,7 @@ def _short(wait: PartitionWait) -> str:
 
 
 def fitting(header: Sequence[str], heading: str, blocks: Sequence[Block], height: int) -> list[str]:
-    """Return the lines that fit on a screen of `height` lines. The most urgent partitions are shown with all tasks."""
+    """Return the lines that fit on a screen of `height` lines, with all tasks of the most urgent partitions."""
     left = height - len(header) - 5
     shown: set[int] = set()
     for place in sorted(range(len(blocks)), key=lambda each: (blocks[each].urgency, each)):

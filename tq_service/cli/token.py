@@ -23,14 +23,14 @@ _SPAN = re.compile(r"(\d+)([hd])")
 
 File = Annotated[
     Path | None,
-    typer.Option(envvar="TQ_AUTH_TOKENS_FILE", help="Token file of the service (TOML).", show_default=False),
+    typer.Option(envvar="TQ_AUTH_TOKENS_FILE", help="Path of the service's token file (TOML).", show_default=False),
 ]
 
 
 @verb(TOKEN, "new", timeout=None)
 def new(
     *,
-    name: Annotated[str, typer.Option(help="Name that identifies the token in logs and revocations.")],
+    name: Annotated[str, typer.Option(help="Name of the token, used in logs and to revoke the token.")],
     role: Annotated[
         list[str], typer.Option(help="Role of the token: read, produce, consume, admin or service; may be repeated.")
     ],
@@ -50,8 +50,8 @@ def new(
 ) -> Answer:
     """Create a token and print it; the token cannot be shown again.
 
-    The entry for the token file contains only the token's digest. The entry is added to --file if given, and otherwise
-    printed. A running service reads the new entry within a second.
+    The entry for the token file contains only the token's digest. The command adds the entry to --file, or prints the
+    entry if --file is not set. A running service reads the new entry within a second.
     """
     from tq_service.server.credential_files import append_token, digest_of, format_entry, make_token, new_secret  # noqa: PLC0415
 
@@ -122,12 +122,12 @@ def list_tokens(file: File = None) -> Answer:
 
 def _given_file(file: Path | None) -> Path:
     if file is None:
-        raise InvalidArgumentError("no token file given; set it with --file or TQ_AUTH_TOKENS_FILE", field="file")
+        raise InvalidArgumentError("no token file specified; set --file or TQ_AUTH_TOKENS_FILE", field="file")
     return file
 
 
 def _moment(text: str) -> datetime:
-    """Parse the value of --expires. A time without a time zone is in UTC."""
+    """Parse the value of --expires. A time without a time zone is interpreted as UTC."""
     span = _SPAN.fullmatch(text)
     try:
         if span is not None:
@@ -135,18 +135,19 @@ def _moment(text: str) -> datetime:
         moment = datetime.fromisoformat(text)
     except (ValueError, OverflowError):
         raise InvalidArgumentError(
-            f"--expires: got {text!r}, expected 2027-01-31, 2027-01-31T12:00Z, 12h or 90d", field="expires"
+            f"--expires: got {text!r}, expected a time or period such as 2027-01-31, 2027-01-31T12:00Z, 12h or 90d",
+            field="expires",
         ) from None
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 @contextmanager
 def _writes(option: str, path: Path) -> Iterator[None]:
-    """Convert an OSError in the `with` block to an InvalidArgumentError that contains the option and the path."""
+    """Convert an OSError in the `with` block to an InvalidArgumentError that names the option and the path."""
     try:
         yield
     except OSError as error:
-        raise InvalidArgumentError(f"--{option}: {path} cannot be written: {error.strerror}", field=option) from None
+        raise InvalidArgumentError(f"--{option}: could not write {path}: {error.strerror}", field=option) from None
 
 
 def _write_private(path: Path, secret: str) -> None:
@@ -154,7 +155,7 @@ def _write_private(path: Path, secret: str) -> None:
         path.touch(0o600, exist_ok=False)
     except FileExistsError:
         raise AlreadyExistsError(
-            f"--output: {path} already exists; choose a new file",
+            f"--output: {path} already exists; specify a new file",
             metadata={"resource_type": "file", "resource_name": str(path)},
         ) from None
     path.write_text(f"{secret}\n")

@@ -28,7 +28,7 @@ def command(
     *,
     host: Annotated[
         str,
-        typer.Option(help="Address to listen on. With 0.0.0.0 or ::, all machines can open the page without a token."),
+        typer.Option(help="Address to listen on. With 0.0.0.0 or ::, any machine can open the page without a token."),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 8080,
     prefix: Annotated[
@@ -44,7 +44,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Host name that requests may use, in addition to localhost and IP addresses; may be repeated.",
+            help="Host name to accept in requests, in addition to localhost and IP addresses; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -52,8 +52,8 @@ def command(
 ) -> None:
     """Serve a live page that shows a service in the browser, until SIGTERM or SIGINT.
 
-    The page server only reads from the service, so a token with the role read is sufficient. The page server may be
-    started before the service, and reconnects when the service restarts.
+    The page server only reads from the service, so a token with the read role is sufficient. The page server can start
+    before the service, and reconnects when the service restarts.
     """
     from tq_service.client import AsyncClient  # noqa: PLC0415  (--help does not need grpc)
     from tq_service.config import is_loopback, join_address  # noqa: PLC0415  (as above)

@@ -20,7 +20,7 @@ EXAMPLES = """\
 @with_service
 def command(
     client_only: Annotated[
-        bool, typer.Option("--client", help="Print only the version of this program, without connecting.")
+        bool, typer.Option("--client", help="Print only the version of this program, without connecting to a service.")
     ] = False,
     as_json: AsJson = False,
     **service: Any,

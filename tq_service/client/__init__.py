@@ -1,4 +1,4 @@
-"""Clients of the service: `AsyncClient`, and `Client` generated from it."""
+"""Clients for the service: `AsyncClient`, and `Client`, which is generated from `AsyncClient`."""
 
 from __future__ import annotations
 

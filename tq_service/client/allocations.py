@@ -1,4 +1,4 @@
-"""Columns that a program fills in place, in memory that a storage service reserves for a later put.
+"""Columns that a program fills in place, in memory reserved by a storage service for a later put.
 
 allocate: shapes -> a put to be filled later -> arrays in its region -> put of exactly these arrays: Commit
                                                                     -> put of anything else: an ordinary put
@@ -26,7 +26,7 @@ _LAYOUTS: Final = (None, Layout.AUTO)
 
 
 def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[str, ArrayLike]) -> list[ColumnShape]:
-    """Return the shapes of columns with `row_count` rows for numeric fields.
+    """Return the shapes of the columns of numeric fields, with `row_count` rows each.
 
     Args:
         fields: the fields. Each field must have a dtype and a row shape.
@@ -35,22 +35,22 @@ def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[
             `(n, dims)` if several dimensions are ragged.
 
     Raises:
-        InvalidArgumentError: a field lacks a dtype or row shape, or contains objects. Also raised if lengths are
+        InvalidArgumentError: a field lacks a dtype or row shape, or contains objects. Also raised if row lengths are
             missing, superfluous or negative.
     """
     shapes = [_column_shape(spec, row_count, lengths.get(spec.name)) for spec in fields]
     names = [shape.spec.name for shape in shapes]
     if not names or len(set(names)) != len(names):
-        raise InvalidArgumentError(f"fields are {names}; expected at least one field, each only once", field="fields")
+        raise InvalidArgumentError(f"fields are {names}; expected one or more distinct fields", field="fields")
     if unknown := lengths.keys() - set(names):
-        raise InvalidArgumentError(f"lengths name {sorted(unknown)}; expected only {names}", field="lengths")
+        raise InvalidArgumentError(f"lengths has fields {sorted(unknown)}; expected only {names}", field="lengths")
     return shapes
 
 
 def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) -> ColumnShape:
     if not spec.dtype or spec.row_shape is None or spec.layout is Layout.OBJECT:
         raise InvalidArgumentError(
-            f"field {spec.name!r} is {spec.describe()}; expected a dtype and a row shape, which determine its size",
+            f"field {spec.name!r} is {spec.describe()}; expected a dtype and a row shape, so that its size is known",
             field="fields",
         )
     if spec.layout in _LAYOUTS:
@@ -60,7 +60,7 @@ def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) ->
     if spec.layout is Layout.DENSE:
         if lengths is not None:
             raise InvalidArgumentError(
-                f"field {spec.name!r} is dense but has lengths; expected them for jagged fields only", field="lengths"
+                f"field {spec.name!r} is dense but has lengths; pass lengths only for jagged fields", field="lengths"
             )
         shape = ColumnShape(
             spec=spec, row_count=row_count, extents=None, value_bytes=row_count * (fixed_row_bytes(spec) or 0)
@@ -80,11 +80,11 @@ def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) ->
 
 
 class Allocation:
-    """Memory allocated for a put. It exists while any array refers to it.
+    """Memory allocated for a put, which exists as long as any array refers to it.
 
     Attributes:
         header: header of the put.
-        allocated: the memory of the put, and the response from its storage service.
+        allocated: the memory of the put, and the storage service's response.
     """
 
     def __init__(self, header: PutHeader, shapes: Sequence[ColumnShape], allocated: Allocated) -> None:
@@ -94,7 +94,7 @@ class Allocation:
         self._starts, _ = place_columns(shape.value_bytes for shape in shapes)
 
     def received(self) -> list[Received]:
-        """Return the columns with their bytes. The bytes keep the allocation alive."""
+        """Return the columns and their bytes, which keep the allocation alive."""
         mapping = self.allocated.mapping
         return [
             (shape, mapping.array(start, shape.value_bytes, self))
@@ -117,7 +117,7 @@ def _extents(shape: ColumnShape) -> Any:
 
 
 def _address(column: SourceColumn) -> int | None:
-    """Return the address of a column's bytes. Return None if the bytes are in several pieces or on a device."""
+    """Return the address of a column's bytes, or None if the bytes are in several pieces or on a device."""
     match [chunk for chunk in column.chunks if len(chunk)]:
         case [memoryview() as view]:
             return np.frombuffer(view, np.uint8).ctypes.data
@@ -129,7 +129,7 @@ Allocations: TypeAlias = "WeakValueDictionary[int, Allocation]"
 
 
 def take_allocation(allocations: Allocations, partition_id: str, columns: Sequence[SourceColumn]) -> Allocation | None:
-    """Remove and return the allocation that consists of exactly these columns. Return None if there is no match."""
+    """Remove and return the allocation that consists of exactly these columns, or return None if there is none."""
     address = _address(columns[0])
     allocation = None if address is None else allocations.get(address)
     if address is None or allocation is None:
@@ -140,5 +140,5 @@ def take_allocation(allocations: Allocations, partition_id: str, columns: Sequen
 
 
 def ordinary(shapes: Sequence[ColumnShape]) -> list[Received]:
-    """Allocate columns in ordinary memory of this process, and return them."""
+    """Allocate columns in the ordinary memory of this process, and return the columns."""
     return [(shape, BLOCKS.take(shape.value_bytes)) for shape in shapes]

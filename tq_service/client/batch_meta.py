@@ -1,8 +1,8 @@
-"""`BatchMeta`: the samples of a batch, with cell locations, optimizer steps and packs.
+"""Defines `BatchMeta`: the samples of a batch, with cell locations, optimizer steps and packs.
 
 This module also defines the parts of a BatchMeta: the namespace, the cell locations, the steps, and the columns with
-one value per sample (custom_meta, keys, groups, rollouts). Each column is declared once, and all columns are selected,
-concatenated and overwritten by the same code.
+one value per sample (custom_meta, keys, groups, rollouts). Each column is declared once, and the same code selects,
+concatenates and overwrites all columns.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _NO_INDEXES.setflags(write=False)
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A prefix for the names of a client's partitions. It allows several runs to share a service.
+    """A prefix for the names of a client's partitions, which lets several runs share a service.
 
-    On the service, the partition "train" of the namespace "run-7" is named "run-7/train". It is separate from "train"
-    and "run-8/train", has its own `max_bytes`, and is accessible to tokens with the prefix "run-7/".
+    On the service, the partition "train" of the namespace "run-7" is named "run-7/train". This partition is separate
+    from "train" and "run-8/train", has its own `max_bytes`, and is accessible to tokens with the prefix "run-7/".
 
     Attributes:
         name: name of the namespace, such as "run-7". If empty, partition names are not changed.
@@ -61,7 +61,7 @@ class Namespace:
 
     @classmethod
     def of(cls, given: str | Literal[False] | None) -> Namespace:
-        """Return the namespace for a `namespace` argument. None reads `TQ_NAMESPACE`, and False means no namespace.
+        """Return the namespace for a `namespace` argument. None means `TQ_NAMESPACE`, and False means no namespace.
 
         Raises:
             InvalidArgumentError: the name is not allowed in partition names.
@@ -92,7 +92,7 @@ class Namespace:
         )
 
     def own_name(self, full_name: str) -> str:
-        """Return the name of a partition within this namespace. Names in other namespaces are returned unchanged."""
+        """Return a partition's name within this namespace. Names in other namespaces are returned unchanged."""
         return full_name.removeprefix(self.prefix)
 
     def holds(self, full_name: str) -> bool:
@@ -100,7 +100,7 @@ class Namespace:
         return full_name.startswith(self.prefix)
 
     def explain(self, failure: TqError) -> TqError:
-        """Convert full names in the metadata of an error to names in this namespace. The message is not converted."""
+        """Convert full names in an error's metadata, but not in its message, to names in this namespace."""
         if self.name:
             for named in {"partition_id", "policy"} & failure.metadata.keys():
                 failure.metadata[named] = self.own_name(failure.metadata[named])
@@ -118,8 +118,8 @@ class StorageRef(NamedTuple):
     Attributes:
         storage_id: name of the storage service.
         boot_id: id of the instance.
-        address: address of the instance. If empty, it is the address of the controller.
-        is_away: whether the instance's current address is unknown to the controller.
+        address: address of the instance; empty for the address of the controller.
+        is_away: whether the controller does not know the instance's current address.
     """
 
     storage_id: str
@@ -139,7 +139,7 @@ class PutRef(NamedTuple):
 class CellLocations:
     """The cell locations of a batch: for each located field, one cell per sample, in batch order.
 
-    A cell consists of one row of a put, or of several rows if data was appended to it (`CellRuns.extent_counts`).
+    A cell consists of one row of a put, or of several rows if data was appended to the cell (`CellRuns.extent_counts`).
     """
 
     puts: tuple[PutRef, ...] = ()
@@ -156,7 +156,7 @@ class CellLocations:
 
     @property
     def field_names(self) -> set[str]:
-        """Names of the located fields."""
+        """Names of the fields whose locations are known."""
         return {name for runs in self.runs for name in runs.field_names}
 
     def covers(self, field_names: Iterable[str]) -> bool:
@@ -168,7 +168,7 @@ class CellLocations:
         return CellLocations(puts=self.puts, runs=tuple(runs.select(positions) for runs in self.runs))
 
     def select_fields(self, field_names: Sequence[str]) -> CellLocations:
-        """Return the locations, restricted to the given fields."""
+        """Return the locations of only the given fields."""
         selected = [
             replace(runs, field_names=names)
             for runs in self.runs
@@ -178,7 +178,7 @@ class CellLocations:
 
     @staticmethod
     def concat(parts: Sequence[CellLocations]) -> CellLocations:
-        """Concatenate the locations of several batches, restricted to the fields that all batches locate."""
+        """Concatenate the locations of several batches, for fields whose locations are known in all batches."""
         puts: dict[PutRef, int] = {}
         per_part: list[dict[str, _Rows]] = []
         for part in parts:
@@ -203,7 +203,7 @@ class CellLocations:
 
 
 class _Rows(NamedTuple):
-    """The cells of a field as individual rows, each with its put and its position in the put. See `CellRuns`."""
+    """The cells of a field as individual rows, each with its put and its position in that put. See `CellRuns`."""
 
     puts: Indexes
     rows: Indexes
@@ -211,7 +211,7 @@ class _Rows(NamedTuple):
     lengths: Indexes
 
     def with_counts(self) -> _Rows:
-        """Return the cells with an explicit number of extents per cell."""
+        """Return these cells with explicit numbers of extents per cell."""
         if self.counts.size:
             return self
         return self._replace(counts=np.ones_like(self.rows), lengths=np.full_like(self.rows, WHOLE_EXTENT))
@@ -223,7 +223,7 @@ class Pack:
 
     Attributes:
         positions: positions of the samples in the batch's `global_indexes`.
-        lengths: token counts of these samples; None if the sampler does not use lengths.
+        lengths: token counts of these samples, or None if the sampler does not use lengths.
         padding_tokens: number of tokens that pad the pack to its full length.
     """
 
@@ -234,7 +234,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The packs of one optimizer step. All ranks that share a batch have equally many packs."""
+    """The packs of one optimizer step. All ranks that share a batch have the same number of packs."""
 
     packs: tuple[Pack, ...]
 
@@ -261,11 +261,11 @@ class SampleColumn:
     `BatchMeta`.
 
     Attributes:
-        message_field: name of the message field that contains the column, and of the property that returns one value
-            per sample; empty if there is no such field.
+        message_field: name of the message field that contains the column, and also of the property that returns one
+            value per sample. Empty if there is no such field.
         blank: value that stands in for a missing value.
-        is_of_sample: whether the value is part of the sample and is set by writes. If False, it is a task's record
-            about the sample.
+        is_of_sample: whether the value is part of the sample and is set by writes. If False, the value is a task's
+            record of the sample.
     """
 
     message_field: str = ""
@@ -273,7 +273,7 @@ class SampleColumn:
     is_of_sample: bool = True
 
     def decode(self, values: Iterable[Any], _size: int) -> Any:
-        """Decode the column from a message that describes `_size` samples."""
+        """Decode the column from a message about `_size` samples."""
         return tuple(values)
 
     def select(self, column: Any, positions: Indexes) -> Any:
@@ -281,7 +281,7 @@ class SampleColumn:
         return select(column, positions)
 
     def concat(self, columns: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Return the concatenated columns of batches with the given sizes."""
+        """Concatenate the columns of batches that have the given sizes."""
         if not any(columns):
             return ()
         parts = (column or (self.blank,) * size for column, size in zip(columns, sizes, strict=True))
@@ -296,7 +296,7 @@ class MetaColumns(SampleColumn):
     """The custom_meta of a batch, as a tuple of columns, each with values for some or all samples."""
 
     def decode(self, values: Iterable[pb.MetaColumn], size: int) -> tuple[MetaColumn, ...]:
-        """Decode the custom_meta in a message that describes `size` samples."""
+        """Decode the custom_meta in a message about `size` samples."""
         return tuple(decode_meta_columns(values, size))
 
     def select(self, column: Sequence[MetaColumn], positions: Indexes) -> tuple[MetaColumn, ...]:
@@ -304,7 +304,7 @@ class MetaColumns(SampleColumn):
         return tuple(one.at(positions) for one in column)
 
     def concat(self, columns: Sequence[Sequence[MetaColumn]], sizes: Sequence[int]) -> tuple[MetaColumn, ...]:
-        """Return the concatenated custom_meta of several batches, omitting columns without values."""
+        """Concatenate the custom_meta of several batches, omitting columns without values."""
         by_name = [{one.name: one for one in column if one.has_value.any()} for column in columns]
         return tuple(
             concatenated([part.get(name) or no_values(name, size) for part, size in zip(by_name, sizes, strict=True)])
@@ -324,7 +324,7 @@ class Numbers(SampleColumn):
     """An array with one number per sample, or None if any number is unknown."""
 
     def concat(self, columns: Sequence[NDArray[Any] | None], sizes: Sequence[int]) -> NDArray[Any] | None:
-        """Return the concatenated numbers of several batches."""
+        """Concatenate the numbers of several batches."""
         known = [column for column in columns if column is not None]
         return np.concatenate(known) if len(known) == len(sizes) else None
 
@@ -335,43 +335,45 @@ class _Unread(partial[Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class BatchMeta:
-    """A sequence of samples from one partition, with their metadata. Immutable, comparable and picklable.
+    """An immutable, comparable and picklable sequence of samples from one partition, with their metadata.
 
     Two batches are equal if they have the same samples with the same metadata, fields and steps. The comparison ignores
     `locations` and `produced`.
 
     Attributes:
-        status: "batch"; "not_yet" if no batch was available in time, so that the caller should try again; or "end" if
-            there are no further batches.
+        status: "batch", "not_yet" if no batch was available in time and the caller should try again, or "end" if there
+            are no more batches.
         partition_id: name of the partition in `namespace`.
         namespace: the namespace of `partition_id`; empty if there is no namespace. Clients of any namespace can use the
             batch.
-        incarnation: incarnation of the partition, 16 random bytes. The value changes if the partition is cleared and
+        incarnation: incarnation of the partition, as 16 random bytes. The value changes if the partition is cleared and
             created again.
-        epoch: epoch of the task. Each reset increments the epoch. 0 for batches without a task.
-        indexes: global indexes of the samples, a read-only int64 array of shape `(size,)`.
+        epoch: epoch of the task. Each reset increments the epoch, which is 0 for batches without a task.
+        indexes: global indexes of the samples, as a read-only int64 array of shape `(size,)`.
         dropped_indexes: int64 global indexes of samples that the sampler dropped from this rank's batch, for example
-            because of the option `overlong="drop"`. They are not in `indexes`. Every part of the batch contains all
-            dropped indexes. If `clear_samples`, `ack` or `release` is called with a part, the call also applies to the
-            dropped samples.
-        fields: specs of fields. A claim has the requested fields, and a put has the written fields. Results of
-            `lookup_samples` and `put(return_meta="all")` have the fields that at least one sample has.
+            because of the option `overlong="drop"`. Dropped samples are not in `indexes`. Every part of the batch
+            contains all dropped indexes. If `clear_samples`, `ack` or `release` is called with a part, the call also
+            applies to the dropped samples.
+        fields: specs of the batch's fields. The result of a claim has the requested fields, and the result of a put has
+            the written fields. The results of `lookup_samples` and `put(return_meta="all")` have every field that at
+            least one sample has.
         steps: the optimizer steps and packs in which to use the samples. Plain micro-batches form a single step.
         totals: for a rank's batch, the sums over all ranks for each step, which are equal on all ranks. For a loader's
-            micro-batch, the sums for its step. Otherwise ().
-        end: number of samples per outcome if the status is "end"; otherwise None.
-        locations: cell locations known to the client. `get_data` queries the locations of other fields.
-        claim_id: id of the queue worker's claim, used by `ack`, `extend` and `release`; otherwise empty.
-        task_name: the task that claimed the batch; empty if it was not claimed.
-        lease_seconds: remaining lease time at the time of the response, in seconds; None if the samples are not leased.
+            micro-batch, the sums for the step of the micro-batch. Otherwise ().
+        end: number of samples per outcome if the status is "end", or None otherwise.
+        locations: cell locations known to the client. `get_data` looks up the locations of other fields.
+        claim_id: id of the queue worker's claim, used by `ack`, `extend` and `release`, or empty if there is none.
+        task_name: the task that claimed the batch, or empty if the batch was not claimed.
+        lease_seconds: number of seconds of the lease that remained when the service responded, or None if the samples
+            are not leased.
         delivery_counts: for leased samples, the number of times that each sample was delivered to the task, including
             this delivery.
-        consumption: for a look-up with a task, each sample's state for the task, a uint8 array of `SampleConsumption`
-            values with shape `(size,)`; otherwise None. See `consumed`.
-        waiting_for: the reason for the wait if the status is "not_yet"; None if the call did not request the reason.
+        consumption: for a lookup with a task, the state of each sample for that task, as a uint8 array of
+            `SampleConsumption` values with shape `(size,)`; otherwise None. See `consumed`.
+        waiting_for: the reason for the wait if the status is "not_yet", or None if the call did not request the reason.
             See `explain` in `claim`.
-        revision: for a look-up, the revision from which `watch` can continue; otherwise None.
-        admitted: for prompts claimed with `admit`, the slots of the prompts, ordered by prompt; otherwise None.
+        revision: for a lookup, the revision from which `watch` can continue; otherwise None.
+        admitted: for prompts claimed with `admit`, the prompts' slots, ordered by prompt; otherwise None.
     """
 
     status: Status = "batch"
@@ -420,7 +422,7 @@ class BatchMeta:
         revision: Revision | None = None,
         admitted: BatchMeta | None = None,
     ) -> BatchMeta:
-        """Return the batch contained in a message to a client with the given namespace.
+        """Return the batch in a message that was sent to a client with the given namespace.
 
         Do not modify the message afterwards.
 
@@ -466,24 +468,24 @@ class BatchMeta:
 
     @property
     def leased_claim(self) -> pb.LeasedClaim | None:
-        """The leased claim of the samples, or None if the samples do not belong to a single leased claim."""
+        """The leased claim to which the samples belong, or None if they do not belong to a single leased claim."""
         if self.lease_seconds is None or not self.claim_id:
             return None
         return pb.LeasedClaim(task_name=self.task_name, claim_request_id=self.claim_id)
 
     @property
     def consumed(self) -> NDArray[np.bool_] | None:
-        """For a look-up with a task: a bool array `(size,)`, True for consumed or leased samples; otherwise None."""
+        """For a lookup with a task, a bool array `(size,)` that marks consumed or leased samples; otherwise None."""
         return self._is_in(SampleConsumption.CONSUMED, SampleConsumption.LEASED)
 
     @property
     def leased(self) -> NDArray[np.bool_] | None:
-        """For a look-up with a task: a bool array `(size,)`, True for leased, not acknowledged samples; else None."""
+        """For a lookup with a task, a bool array `(size,)` that marks unacknowledged leased samples; otherwise None."""
         return self._is_in(SampleConsumption.LEASED)
 
     @property
     def dead_lettered(self) -> NDArray[np.bool_] | None:
-        """For a look-up with a task: a bool array `(size,)`, True for dead-lettered samples; otherwise None."""
+        """For a lookup with a task, a bool array `(size,)` that marks dead-lettered samples; otherwise None."""
         return self._is_in(SampleConsumption.DEAD_LETTERED)
 
     def _is_in(self, *states: SampleConsumption) -> NDArray[np.bool_] | None:
@@ -491,17 +493,17 @@ class BatchMeta:
 
     @property
     def reason(self) -> str:
-        """With status "not_yet": the reason for the wait, as a sentence; empty if the call did not request it."""
+        """With status "not_yet", a sentence that explains the wait, or empty if the call did not request the reason."""
         return "" if self.waiting_for is None else self.waiting_for.text
 
     @property
     def skipped_count(self) -> int:
-        """With status "end": the number of samples that the task will never get."""
+        """With status "end", the number of samples that the task will never receive."""
         return 0 if self.end is None else self.end.skipped_count
 
     @property
     def size(self) -> int:
-        """Number of samples; a rank's batch may be empty."""
+        """Number of samples, which may be 0 for a rank's batch."""
         return int(self.indexes.size)
 
     def __len__(self) -> int:
@@ -515,7 +517,7 @@ class BatchMeta:
 
     @property
     def handled_indexes(self) -> NDArray[np.int64]:
-        """Indexes of the samples and of the dropped samples, for use by `clear_samples`, `ack` and `release`."""
+        """Indexes of the samples and of the dropped samples, as used by `clear_samples`, `ack` and `release`."""
         return np.concatenate([self.indexes, self.dropped_indexes]) if self.dropped_indexes.size else self.indexes
 
     @property
@@ -535,7 +537,7 @@ class BatchMeta:
 
     @property
     def custom_meta(self) -> list[dict[str, Any]]:
-        """The custom_meta of each sample, with JSON null as None. The list is rebuilt on every access."""
+        """The custom_meta of each sample, with JSON null decoded as None. The list is rebuilt on every access."""
         return meta_columns_to_rows(self.meta_columns, self.size)
 
     @property
@@ -545,11 +547,11 @@ class BatchMeta:
 
     @property
     def produced(self) -> dict[str, NDArray[np.bool_]]:
-        """By field, a bool array of shape `(size,)`, True for samples that had the field at the time of the call.
+        """By field, a bool array of shape `(size,)` that marks samples that had the field at the time of the call.
 
-        The arrays are available for claims, whose samples have all fields, for results of `lookup_samples` and
-        `put(return_meta="all")`, and for batches selected or concatenated from these batches. Other fields, such as
-        fields just written by a put, are omitted.
+        The arrays are available for claimed batches, whose samples have all fields, for results of `lookup_samples` and
+        `put(return_meta="all")`, and for batches selected or concatenated from such batches. Fields without an array,
+        such as fields just written by a put, are omitted.
         """
         if self.produced_columns:
             return dict(zip(self.data_fields, self.produced_columns, strict=True))
@@ -558,16 +560,16 @@ class BatchMeta:
 
     @property
     def micro_batches(self) -> list[list[int]]:
-        """Positions of the samples in each pack, for the packs of all steps in order."""
+        """Positions of each pack's samples, for the packs of all steps in order."""
         return [list(pack.positions) for step in self.steps for pack in step.packs]
 
     def select_samples(self, positions: Sequence[int] | NDArray[Any]) -> BatchMeta:
-        """Return a batch with only the samples at `positions`, in this order. Its steps contain only these samples.
+        """Return a batch with only the samples at `positions`, in this order. Steps are restricted to these samples.
 
-        The new batch belongs to the same claim. A part of a leased claim can be acknowledged or released separately.
+        The new batch belongs to the same claim. Part of a leased claim can be acknowledged or released separately.
 
         Raises:
-            InvalidArgumentError: a position is outside the batch or repeated.
+            InvalidArgumentError: a position is outside the batch or occurs more than once.
         """
         chosen = np.asarray(positions, dtype=np.int64 if len(positions) == 0 else None)
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
@@ -584,7 +586,7 @@ class BatchMeta:
         new_position = np.full(self.size, -1, np.int64)
         new_position[chosen] = np.arange(chosen.size)
         if np.count_nonzero(new_position >= 0) != chosen.size:
-            raise InvalidArgumentError("positions repeat a sample; expected each at most once", field="positions")
+            raise InvalidArgumentError("positions contains duplicates; expected distinct ones", field="positions")
         steps = _select_steps(self.steps, new_position)
         admitted = self.admitted
         if admitted is not None and self.size:
@@ -613,7 +615,7 @@ class BatchMeta:
         unknown = [name for name in names if name not in by_name]
         if unknown:
             raise InvalidArgumentError(
-                f"the batch has no field {unknown[0]!r}; its fields: {', '.join(map(repr, by_name)) or 'none'}",
+                f"the batch has no field {unknown[0]!r}; its fields are: {', '.join(map(repr, by_name)) or 'none'}",
                 field="data_fields",
             )
         return replace(
@@ -637,8 +639,8 @@ class BatchMeta:
     def concat(parts: Sequence[BatchMeta]) -> BatchMeta:
         """Concatenate several batches.
 
-        Concatenated parts of one claim form a part of that claim. A batch concatenated from several claims does not
-        belong to any claim, so acknowledge or release its parts separately. A field that is dense in one part and
+        Parts of one claim, when concatenated, form a part of that claim. A batch concatenated from several claims does
+        not belong to any claim, so acknowledge or release its parts separately. A field that is dense in one part and
         jagged in a later part becomes jagged. A sample may occur several times, for example in batches drawn with
         replacement.
 
@@ -718,7 +720,7 @@ OWN_COLUMNS: Final = [name for name, column in SAMPLE_COLUMNS.items() if column.
 
 
 class _ReadOnce:
-    """An attribute of `BatchMeta` that is decoded on first access. Racing threads get equal values."""
+    """An attribute of `BatchMeta` that is decoded on first access. Concurrent threads get equal values."""
 
     def __init__(self, slot: Any) -> None:
         self._slot = slot
@@ -776,7 +778,7 @@ def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> dic
 
 
 def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
-    """Return the concatenated samples of several batches and their metadata, as attributes of a new batch."""
+    """Concatenate the samples of several batches and their metadata, and return them as attributes of a new batch."""
     sizes = [part.size for part in parts]
     return {
         "indexes": np.concatenate([part.indexes for part in parts]),
@@ -791,10 +793,10 @@ def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 
 def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
-    """Merge the fields of several batches, and return them with the samples that have each field (if known).
+    """Merge the fields of several batches, and return them with the samples that have each field, if known.
 
-    If it is known for all batches which samples have each field, the fields of any batch are included. Otherwise, only
-    fields common to all batches are included.
+    If every batch records which samples have each field, all fields of all batches are included. Otherwise, only fields
+    common to all batches are included.
     """
     found: dict[str, list[FieldSpec]] = {}
     for part in parts:
@@ -812,10 +814,10 @@ def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 
 def _spec_of_all(specs: Sequence[FieldSpec]) -> FieldSpec:
-    """Merge the specs that a field has in several batches, and return its current spec.
+    """Merge a field's specs from several batches, and return the field's current spec.
 
-    The field may have become jagged between two batches. If the field was dropped and created again with another spec,
-    earlier batches are ignored.
+    The field may have become jagged between two batches. If the field was dropped and created again with a different
+    spec, earlier batches are ignored.
     """
 
     def kind(spec: FieldSpec) -> object:
@@ -828,7 +830,7 @@ def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
     """Join the samples of several pages into one batch, and merge the field specs.
 
     Raises:
-        StaleIncarnationError: the partition was cleared and created again between two pages.
+        StaleIncarnationError: the partition was cleared and created again between the reads of two pages.
     """
     if len(parts) == 1:
         return parts[0]
@@ -848,7 +850,7 @@ def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
 
 
 def select(values: Any, positions: Indexes) -> Any:
-    """Return the values at `positions` from a tuple or array with one value per sample. () is returned unchanged."""
+    """Return the values at `positions` from a tuple or array with one value per sample. Return () unchanged."""
     if isinstance(values, np.ndarray):
         return values[positions]
     return tuple(values[position] for position in positions.tolist()) if values else values
@@ -859,15 +861,15 @@ def _names(column: tuple[str, ...], size: int) -> list[str | None]:
 
 
 def overwritten(old: BatchMeta, new: object) -> dict[str, Any]:
-    """Return the sample columns of a batch after a write. `new` has the written columns as attributes."""
+    """Return the sample columns of a batch after a write whose columns are attributes of `new`."""
     return {name: SAMPLE_COLUMNS[name].overwrite(getattr(old, name), getattr(new, name)) for name in OWN_COLUMNS}
 
 
 def check_is_batch(metadata: BatchMeta) -> None:
-    """Raise InvalidArgumentError if the batch has status "not_yet" or "end", and therefore contains no samples."""
+    """Raise InvalidArgumentError if the batch contains no samples because its status is "not_yet" or "end"."""
     if metadata.status != "batch":
         raise InvalidArgumentError(
-            f"metadata has status {metadata.status!r}, expected 'batch'. Check the status before you use the samples",
+            f"metadata has status {metadata.status!r}, expected 'batch'. Check the status before using the samples",
             field="metadata",
         )
 

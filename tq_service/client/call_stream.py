@@ -1,10 +1,10 @@
-"""Calls from one event loop, multiplexed in a stream.
+"""Calls from one event loop, multiplexed on a single stream.
 
     sent -> answered or failed, each call with a separate status
          -> the stream breaks: UNAVAILABLE, so that the caller retries with the same request id
          -> the stream is refused: `RefusedError`, so that the caller makes a separate call at once
 
-If a call is cancelled or reaches its deadline, it is not sent, or is cancelled at the service if it has already been
+A call that is cancelled or reaches its deadline is not sent, or is cancelled at the service if it has already been
 sent. A stream ends after a few seconds without calls.
 """
 
@@ -44,7 +44,7 @@ class CallStream:
 
     Attributes:
         token: authorization metadata sent with the calls.
-        is_over: whether the stream has ended and accepts no further calls.
+        is_over: whether the stream has ended and accepts no more calls.
         is_refused: whether the service ended the stream with a permanent error.
         ended_at: time when the stream ended, on the `time.monotonic` clock.
     """
@@ -81,7 +81,7 @@ class CallStream:
             method: name of the method, such as "GetMeta".
             request: the serialized request.
             seconds: timeout of the call in seconds.
-            trace: metadata with the call's trace context.
+            trace: metadata that contains the call's trace context.
 
         Raises:
             grpc.RpcError: the call failed, or the stream broke.
@@ -154,7 +154,7 @@ class CallStream:
         answered.set_exception(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details=status.message))
 
     def _end(self, end: Callable[[asyncio.Future[bytes]], object]) -> None:
-        """End the stream, and call `end` with the future of each waiting call."""
+        """End the stream, and pass the future of each waiting call to `end`."""
         self.is_over, self.ended_at = True, time.monotonic()
         self._writer.cancel()
         self._timer.cancel()
@@ -163,7 +163,7 @@ class CallStream:
                 end(answered)
 
     def _end_if_idle(self) -> None:
-        """End the stream if it has been idle for long enough. Otherwise, check again later."""
+        """End the stream if it has been idle long enough. Otherwise, schedule another check."""
         left = self._used_at + _IDLE_SECONDS - time.monotonic()
         if self._waiting or left > 0:
             self._timer = self._loop.call_later(max(left, _IDLE_SECONDS / 2), self._end_if_idle)

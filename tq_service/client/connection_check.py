@@ -1,4 +1,4 @@
-"""Diagnosis of unreachable addresses, because gRPC reports only the failure of the last address that it tried.
+"""Diagnoses unreachable addresses, because gRPC reports only the failure of the last address that it tried.
 
 For example, "localhost" has two addresses, ::1 and 127.0.0.1. If the service at the second address uses TLS and the
 client does not, gRPC reports "connection refused", because ::1 was tried last and refused the connection.
@@ -24,11 +24,11 @@ _SETTINGS_FRAME: Final = 4
 
 
 def find_fault(address: str, tls: Tls | None) -> str | None:
-    """Diagnose the first address that accepts connections, and return its fault.
+    """Diagnose the first address that accepts connections, and return the fault found there.
 
     Return None if no address accepts connections, or if there is no fault.
 
-    Call this function in a thread, because it takes up to two seconds per address of the host name.
+    Call this function in a thread, because it takes up to two seconds for each address of the host name.
 
     Args:
         address: the address in gRPC syntax. An address without a host or without a port is not checked.
@@ -116,7 +116,7 @@ def _any_service() -> ssl.SSLContext:
 
 
 def _connected(context: ssl.SSLContext, target: tuple[str, int], host: str | None = None) -> ssl.SSLSocket:
-    """Connect, and return the connection before its TLS handshake.
+    """Connect to the target, and return the connection before its TLS handshake.
 
     The handshake checks `host` if the context requires it.
     """
@@ -134,7 +134,7 @@ def _connected(context: ssl.SSLContext, target: tuple[str, int], host: str | Non
 
 
 def _greet(connection: socket.socket) -> bytes:
-    """Greet the server as an HTTP/2 client. Return the header of its first frame, or less if the connection ends."""
+    """Send an HTTP/2 preface. Return the header of the server's first frame, or less if the connection ends."""
     with connection, connection.makefile("rb") as answers:
         connection.sendall(_HTTP2_HELLO)
         return answers.read(_FRAME_HEADER_BYTES)

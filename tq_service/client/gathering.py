@@ -1,8 +1,8 @@
-"""Combination of small puts from one client into a single call.
+"""Combines small puts from one client into a single call.
 
 Puts that can be combined are added to the same line. If fewer than two calls of a line are in flight, the caller of a
-new put sends it immediately. Otherwise, the put waits, and is sent with all other waiting puts in the next call.
-Therefore, no timer is needed.
+new put sends it immediately. Otherwise, the put waits, and is sent with all other waiting puts in the next call. This
+scheme needs no timer.
 
     waiting -- the leading caller takes it and sends a batch --> sent -- answered --> each caller gets its part
                                                                       | refused: nothing was written
@@ -10,11 +10,12 @@ Therefore, no timer is needed.
                                                               each put is sent separately
 
 Each batch is led by one of the callers, which sends the batch with its own deadline. If the leader times out or is
-cancelled before the outcome is known, another caller becomes the leader. It sends identical bytes again, with the
-original request id.
+cancelled before the outcome is known, another caller becomes the leader. The new leader resends identical bytes with
+the original request id.
 
-Puts in a line never wait for capacity at the service, because they would delay the other puts in the line. If capacity
-is lacking, the service rejects the batch. Each put is then sent separately, and waits for capacity at the service.
+Puts in a line never wait for capacity at the service, because a waiting put would delay the other puts in the line. If
+capacity is lacking, the service rejects the batch. Each put is then sent separately, and waits for capacity at the
+service.
 
 The sync and async clients share this module. Each `Lines` object belongs to one event loop or process, and has its own
 lock. The lock is never held during a wait, and is never used by a forked child.
@@ -61,7 +62,7 @@ _NOT_LOOKED_UP: Final = (LimitExceededError, DiskFullError, UnauthenticatedError
 
 
 def seconds_without_capacity(refusal: TqError) -> float | None:
-    """Return how many seconds capacity may be lacking, or None if the put was rejected for another reason."""
+    """Return for how many seconds capacity may be lacking, or None if the put was rejected for another reason."""
     if not isinstance(refusal, ResourceExhaustedError) or isinstance(refusal, _NOT_LOOKED_UP):
         return None
     return refusal.retry_after_seconds
@@ -72,12 +73,13 @@ class Put:
     """The put made by a single call.
 
     Attributes:
-        kind: the response type, which determines the RPC: Commit (sent within a put if there are columns) or Insert.
-        columns: columns of new or existing samples; empty if the put contains only metadata.
+        kind: the response type, which determines the RPC: Commit (sent as part of a put if there are columns) or
+            Insert.
+        columns: columns of new or existing samples, or empty if the put contains only metadata.
         write: the samples to write.
         for_existing_rows: whether all samples already exist.
-        return_all_meta: whether to return all metadata of the samples, not only the written metadata.
-        size_bytes: total bytes of all values.
+        return_all_meta: whether to return all metadata of the samples rather than only the written metadata.
+        size_bytes: total size of all values in bytes.
         likeness: key that is equal for all puts that can be combined, or None if the put must be sent separately.
     """
 
@@ -124,7 +126,7 @@ class Put:
 
 
 def _rows_of(spec: FieldSpec) -> Hashable:
-    """Return a key that is equal for all rows that can be stacked in one column; see `stacked`."""
+    """Return a key that is equal for all rows that can be stacked into one column; see `stacked`."""
     return (spec.name, spec.dtype, len(spec.row_shape)) if spec.layout is Layout.DENSE and spec.row_shape else spec
 
 
@@ -133,7 +135,7 @@ class JointPut:
 
     Attributes:
         kind: response type of the call.
-        columns: columns of all puts; empty if the puts contain only metadata.
+        columns: columns of all puts, or empty if the puts contain only metadata.
         header: the put header, including the commit. Without columns, only the commit is set.
         request: the commit or insert request.
     """
@@ -176,7 +178,7 @@ class Answered:
         self._known = joined([BatchMeta.from_proto(part, namespace) for part in all_meta]) if all_meta else None
 
     def part(self, write: Write, start: int = 0) -> BatchMeta:
-        """Return the samples of one put. `start` is the position of its first row in the joint put."""
+        """Return the samples of one put, whose first row is at position `start` in the joint put."""
         written, known, rows = self._written, self._known, slice(start, start + write.row_count)
         if known is not None and known.size > write.row_count:
             known = known.select_samples(range(known.size)[rows])
@@ -186,15 +188,15 @@ class Answered:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A put in a line, with its waiting caller.
+    """A put in a line, together with its waiting caller.
 
     Attributes:
         put: the put.
         deadline: the caller's deadline.
         signal: an `AsyncSignal` or `Signal` that wakes the caller.
         line: the line that contains the put.
-        leads: whether the caller is sending the batch, or is about to send it.
-        batch: the batch that contains the put; None while the put is waiting.
+        leads: whether the caller is sending the batch or is about to send it.
+        batch: the batch that contains the put, or None while the put is waiting.
         start: position of the put's first row in the batch.
     """
 
@@ -207,7 +209,7 @@ class Member:
     start: int = 0
 
     def lead(self) -> None:
-        """Make the caller the leader of its batch, and wake it."""
+        """Make the caller the leader of its batch, and wake the caller."""
         self.leads = True
         self.signal.set()
 
@@ -217,7 +219,7 @@ class Member:
         return self.batch is not None and self.batch.is_over
 
     def answer(self) -> BatchMeta | None:
-        """Return the written samples. Return None if the put must be sent separately."""
+        """Return the written samples, or None if the put must be sent separately."""
         answered = None if self.batch is None else self.batch.answered
         return None if answered is None else answered.part(self.put.write, self.start)
 
@@ -228,7 +230,7 @@ class Member:
         timeout = f"{self.deadline.timeout:g} s"
         if self.batch is None:
             return DeadlineError(
-                f"the put was not sent within {timeout}; it was waiting for other puts that were not answered"
+                f"the put was not sent within {timeout}; it was waiting for the responses to other puts"
             )
         return DeadlineError(f"the put was not answered within {timeout}; it may still be applied")
 
@@ -240,7 +242,7 @@ class Batch:
     Attributes:
         members: puts of the batch, in row order.
         waiting: members whose callers are still waiting.
-        joint: wire form of the puts; None until the batch is sent.
+        joint: wire form of the puts, or None until the batch is sent.
         answered: the response. If None, the service rejected the batch, and each put must be sent separately.
         is_over: whether the batch's outcome is known.
         may_be_made: whether the outcome of an earlier attempt is unknown.
@@ -274,7 +276,7 @@ class Line:
         waiting: puts that have not been sent yet, in order of arrival.
         leader: the waiting put whose caller is about to send a batch, or None.
         batches: batches in flight.
-        failure: the last error if the service is unavailable; None if it is available.
+        failure: the last error if the service is unavailable, or None if the service is available.
     """
 
     likeness: Hashable
@@ -295,7 +297,7 @@ class Lines:
     def join(self, likeness: Hashable, put: Put, deadline: Deadline, signal: Any) -> Member:
         """Add a put to its line.
 
-        If the caller is woken as the leader, it must send a batch. When its wait ends, it must call `leave`.
+        A caller that is woken as the leader must send a batch. When its wait ends, the caller must call `leave`.
         """
         with self._lock:
             line = self._lines.get(likeness)
@@ -307,7 +309,7 @@ class Lines:
         return member
 
     def take(self, leader: Member) -> Batch:
-        """Return the batch that the leader must send: an abandoned batch, or a new batch made up of waiting puts."""
+        """Return the batch that the leader must send: an abandoned batch, or a new batch of waiting puts."""
         with self._lock:
             if leader.batch is not None:
                 leader.batch.may_be_made = True
@@ -332,7 +334,7 @@ class Lines:
         return batch
 
     def end(self, batch: Batch, answered: Answered | None) -> None:
-        """Record the response to a batch (None if it was rejected), and wake all waiting callers."""
+        """Record the response to a batch, or None for a rejected batch, and wake all waiting callers."""
         with self._lock:
             line = batch.members[0].line
             line.failure = None
@@ -342,7 +344,7 @@ class Lines:
                 member.signal.set()
 
     def leave(self, member: Member) -> None:
-        """End the wait of a caller. If it led a batch whose outcome is unknown, make another caller the leader."""
+        """End a caller's wait. If the caller led a batch whose outcome is unknown, make another caller the leader."""
         with self._lock:
             line, batch = member.line, member.batch
             for members, signal in self._awaited:
@@ -363,9 +365,9 @@ class Lines:
                     _latest(batch.waiting).lead()
 
     def await_gathered(self, signal: Any) -> None:
-        """Set a signal once no caller is waiting for a gathered put. This may happen immediately.
+        """Set a signal as soon as no caller is waiting for a gathered put, possibly immediately.
 
-        If a line has unsent puts, also wait for its puts in flight, because their responses may arrive last.
+        If a line has unsent puts, the signal also waits for the line's puts in flight, whose responses may arrive last.
         """
         with self._lock:
             lines = [line for line in self._lines.values() if line.waiting]

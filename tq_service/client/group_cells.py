@@ -1,4 +1,4 @@
-"""Fields shared by the samples of a group. Each value is read once, and returned for all samples of the group.
+"""Fields shared by the samples of a group. Each value is read once and returned for all samples of the group.
 
 locations of n samples --> SharedRows: m distinct cells, and the cell of each sample
     --> m rows are read --> expand: n rows, sharing memory if possible
@@ -36,8 +36,8 @@ class SharedRows:
 
     Attributes:
         names: names of the group-scope fields.
-        first: first sample of each distinct row, in order, of shape `(m,)`.
-        order: number of the distinct row that each sample uses, of shape `(n,)`.
+        first: index of the first sample of each distinct row, in order; an array of shape `(m,)`.
+        order: number of the distinct row that each sample uses; an array of shape `(n,)`.
     """
 
     names: frozenset[str]
@@ -46,7 +46,7 @@ class SharedRows:
 
     @classmethod
     def of(cls, located: BatchMeta, fields: Sequence[FieldSpec]) -> SharedRows:
-        """Return the rows for a batch. At least one of `fields` must have group scope."""
+        """Return the shared rows of a batch. At least one of `fields` must have group scope."""
         shared = [spec.name for spec in fields if spec.scope is FieldScope.GROUP]
         # All fields have rows for the same groups. A group has two rows if its field was put between two look-ups.
         order = np.zeros(located.size, np.int64)
@@ -63,19 +63,19 @@ class SharedRows:
 
     @classmethod
     def of_none(cls, fields: Sequence[FieldSpec]) -> SharedRows:
-        """Return the rows for a batch without samples; see `of`."""
+        """Return the shared rows of a batch without samples; see `of`."""
         names = frozenset(spec.name for spec in fields if spec.scope is FieldScope.GROUP)
         return cls(names=names, first=np.zeros(0, np.int64), order=np.zeros(0, np.int64))
 
     def plan_reads(self, located: BatchMeta) -> list[StorageRead]:
-        """Return the reads that fetch each distinct row once."""
+        """Return reads that fetch each distinct row exactly once."""
         names = [spec.name for spec in located.fields if spec.name in self.names]
         reads = plan_reads(located.locations.select_fields(names).select(self.first), names)
         return [replace(read, owners=self.first[read.positions], order=self.order) for read in reads]
 
     @property
     def is_in_order(self) -> bool:
-        """Whether each sample has its own row, and the rows are in the order of the samples."""
+        """Whether each sample has its own row, with the rows in the same order as the samples."""
         return self.order.size == self.first.size and bool((self.order == np.arange(self.order.size)).all())
 
     def expanded(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class SharedRows:
         return {**data, GROUP_INDEX: torch.from_numpy(self.order).to(device)}
 
     def _expand(self, values: Any, patterns: dict[int, RowPattern]) -> Any:
-        """Return one row per sample: shared objects for a list, views or a copy for a tensor."""
+        """Return one row per sample: shared objects for a list, or views or copies for a tensor."""
         count = self.order.size
         if isinstance(values, list):
             return [values[row] for row in self.order.tolist()]
@@ -125,7 +125,7 @@ class SharedRows:
 
 
 def _as_integers(values: torch.Tensor) -> torch.Tensor:
-    """View a tensor as integers of equal size, because some torch operations do not support dtypes such as float8."""
+    """View a tensor as integers of the same size, because some torch operations do not support float8."""
     import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -139,10 +139,10 @@ def arrangement(
 
     Args:
         shared: rows of the group-scope fields, for the distinct samples of the batch.
-        order: for each position in the batch, the index of its distinct sample, of shape `(n,)`. None if no sample is
-            repeated.
+        order: for each position in the batch, the index of its distinct sample, as an array of shape `(n,)`. None if no
+            sample is repeated.
         landing: destinations of the fields, or None for new host memory.
-        expand: the argument of `get_data`.
+        expand: the `expand` argument of `get_data`.
     """
     if order is not None:
         shared = replace(shared, order=shared.order[order])
@@ -153,19 +153,19 @@ def check_not_expanded(fields: Sequence[FieldSpec], landing: Landing | None) -> 
     """Check that the arguments of `get_data` can be combined with `expand=False`.
 
     Raises:
-        InvalidArgumentError: a fetched field is named `group_index`, or `out` names a field with group scope.
+        InvalidArgumentError: a fetched field is named `group_index`, or `out` contains a field with group scope.
     """
     for spec in fields:
         if spec.name == GROUP_INDEX:
             raise InvalidArgumentError(
-                f"expand is False and field {GROUP_INDEX!r} is fetched; expected no field with the name of the index. "
-                f"Name other data_fields",
+                f"expand is False and field {GROUP_INDEX!r} is fetched, but the added index has the same name. Omit "
+                f"this field from data_fields",
                 field="expand",
             )
         if spec.scope is FieldScope.GROUP and landing is not None and spec.name in landing.out:
             raise InvalidArgumentError(
-                f"out has field {spec.name!r}, whose number of groups is not known in advance; omit the field from out "
-                f"with expand=False",
+                f"out has field {spec.name!r}, whose number of groups is not known in advance. With expand=False, omit "
+                f"the field from out",
                 field="out",
                 metadata={"field_name": spec.name},
             )

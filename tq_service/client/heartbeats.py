@@ -1,6 +1,6 @@
-"""Heartbeats, which call a method periodically in an asyncio task or a thread while its object exists.
+"""Heartbeats, which call a method periodically in an asyncio task or a thread as long as its object exists.
 
-A heartbeat does not keep the object alive. Otherwise, the heartbeat of a failed worker would continue to extend leases.
+A heartbeat does not keep the object alive. If it did, the heartbeat of a failed worker would continue to extend leases.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from tq_service.client.transport import logging_failure
 
 
 class AsyncHeartbeat:
-    """A task in the running event loop that awaits a bound method every `interval_seconds` and logs its errors.
+    """A task in the running event loop that awaits a bound method every `interval_seconds` seconds and logs any errors.
 
     Args:
-        beat: the bound method to call. The heartbeat only has a weak reference to the object of the method.
-        interval_seconds: seconds between calls.
+        beat: the bound method to call. The heartbeat holds only a weak reference to the method's object.
+        interval_seconds: number of seconds between calls.
     """
 
     def __init__(self, beat: Callable[[], Awaitable[None]], interval_seconds: float) -> None:
         self._task = asyncio.get_running_loop().create_task(_beat_async(WeakMethod(beat), interval_seconds))
 
     def stop(self) -> None:
-        """Stop calling the method, and cancel a running call."""
+        """Stop calling the method, and cancel any running call."""
         if not self._task.get_loop().is_closed():
             self._task.cancel()
 
@@ -41,11 +41,11 @@ async def _beat_async(method: WeakMethod[Callable[[], Awaitable[None]]], interva
 
 
 class Heartbeat:
-    """A daemon thread that calls a bound method every `interval_seconds` and logs its errors.
+    """A daemon thread that calls a bound method every `interval_seconds` seconds and logs any errors.
 
     Args:
-        beat: the bound method to call. The heartbeat only has a weak reference to the object of the method.
-        interval_seconds: seconds between calls.
+        beat: the bound method to call. The heartbeat holds only a weak reference to the method's object.
+        interval_seconds: number of seconds between calls.
     """
 
     def __init__(self, beat: Callable[[], None], interval_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Destinations of fetched data other than new host memory, which are a device or the caller's tensors."""
+"""Destinations of fetched data other than new host memory: a device or the caller's tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Landing:
 
     Attributes:
         device: device for fields that are not in `out`, or None for the CPU.
-        out: tensors passed by the caller to be filled, by field.
+        out: the caller's tensors to fill, by field.
     """
 
     device: torch.device | None
@@ -40,7 +40,7 @@ class Landing:
 
     @classmethod
     def of(cls, device: Any, out: Any) -> Landing | None:
-        """Return the destinations for arguments of `get_data`, or None if all data is received in new host memory.
+        """Return the destinations for `get_data` arguments, or None if all data is received in new host memory.
 
         Raises:
             InvalidArgumentError: the device does not exist, or a tensor cannot be filled.
@@ -51,7 +51,7 @@ class Landing:
             problem = (
                 f"a {type(target).__name__}; expected a tensor"
                 if not is_tensor(target)
-                else "a nested tensor; expected a plain one"
+                else "a nested tensor; expected a plain tensor"
                 if target.is_nested
                 else "not contiguous; expected a contiguous tensor"
                 if not target.is_contiguous()
@@ -66,7 +66,7 @@ class Landing:
 
         Raises:
             InvalidArgumentError: a field is not fetched, or is not dense.
-            FieldMismatchError: a tensor has another dtype or shape.
+            FieldMismatchError: a tensor has a different dtype or shape.
         """
         fetched = {spec.name: spec for spec in specs}
         for name, target in self.out.items():
@@ -79,8 +79,8 @@ class Landing:
                 )
             if spec.layout is not Layout.DENSE or spec.row_shape is None or layout == "jagged":
                 raise InvalidArgumentError(
-                    f"out has field {name!r} ({spec.describe()}); expected dense fields only. Omit it from out, and "
-                    "take it from the result",
+                    f"out has field {name!r} ({spec.describe()}); expected only dense fields. Omit the field from out, "
+                    "and read it from the result",
                     field="out",
                     metadata={"field_name": name},
                 )
@@ -88,13 +88,13 @@ class Landing:
             got = f"{dtype_name(target.dtype, f'out[{name!r}]')} {list(target.shape)}"
             if got != expected:
                 raise FieldMismatchError(
-                    f"out[{name!r}] is {got}; expected {expected}. Create it with torch.empty of this shape and dtype",
+                    f"out[{name!r}] is {got}; expected {expected}. Create the tensor with torch.empty",
                     field="out",
                     metadata={"field_name": name, "got": got, "expected": expected},
                 )
 
     def device_of(self, column: ColumnShape) -> torch.device | None:
-        """Return the device that a column is copied to, or None if it stays on the CPU. Objects stay on the CPU."""
+        """Return the device to which a column is copied, or None for the CPU, where objects always stay."""
         target = self.out.get(column.spec.name)
         if target is not None:
             return target.device if is_on_device(target) else None

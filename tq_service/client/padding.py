@@ -3,8 +3,8 @@
     header of an answer -> positions of its rows in the buffer -> bytes received there, or copied from shared memory
     after all answers   -> remainder of each row filled, masks built
 
-The positions are known from the header if the read has only one response, or if `length` is set. Otherwise, the rows
-are received contiguously and copied to the buffer afterwards.
+The header determines the positions if the read has only one response, or if `length` is set. Otherwise, the rows are
+received contiguously and then copied to the buffer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tq_service.wire.mapping import Bytes
 from tq_service.wire.metadata import Indexes
 
 Side: TypeAlias = Literal["right", "left"]
-"""Side of the padding: "right" is after the values, "left" is before the values."""
+"""Side of the padding: "right" (after the values) or "left" (before the values)."""
 
 # With more rows than this, preparing the positions takes longer than the copy that it avoids.
 _MOST_PLACES: Final = 1 << 16
@@ -44,7 +44,7 @@ _ITEMS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.c
 
 
 def fill_pattern(spec: FieldSpec, value: Any) -> Bytes:
-    """Convert a fill value to bytes in the dtype of a field.
+    """Convert a fill value to bytes in a field's dtype.
 
     Raises:
         InvalidArgumentError: the dtype cannot represent the value.
@@ -59,12 +59,12 @@ def fill_pattern(spec: FieldSpec, value: Any) -> Bytes:
         filled = torch.tensor(given).to(dtype) if isinstance(given, float) else torch.tensor(given, dtype=dtype)
         is_whole = not (filled.is_floating_point() or filled.is_complex())
         if filled.dim() or (is_whole and filled.item() != given):
-            raise ValueError("the dtype would change the value")
+            raise ValueError("the value would change in this dtype")
         return np.frombuffer(tensor_bytes(filled.reshape(1)), np.uint8)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise InvalidArgumentError(
-            f"pad_value {value!r} cannot be a {spec.dtype}, the dtype of field {spec.name!r} ({error}); expected one "
-            "number of this dtype. Pass pad_value by field: {field: value}",
+            f"pad_value {value!r} cannot be stored as {spec.dtype}, the dtype of field {spec.name!r} ({error}); "
+            "expected a number of this dtype. To set pad_value per field, pass {field: value}",
             field="pad_value",
             metadata={"field_name": spec.name},
         ) from None
@@ -97,10 +97,10 @@ class Padding:
     """The padding options passed to a call.
 
     Attributes:
-        fields: names of the fields to pad. If None, all jagged fields with one ragged dimension are padded.
+        fields: names of the fields to pad. If None, all jagged fields that have one ragged dimension are padded.
         value: fill value, or fill values by field.
-        length: row length, or row lengths by field. If None, each field is padded to its longest row.
-        side: side of the padding.
+        length: row length, or row lengths by field. If None, each field is padded to the length of its longest row.
+        side: side on which rows are padded.
         mask: whether to also return masks.
         truncate: whether to truncate rows longer than `length` to their first `length` items.
     """
@@ -123,7 +123,7 @@ class Padding:
         mask: bool = False,
         truncate: bool = False,
     ) -> Padding | None:
-        """Return the padding options for arguments of `get_data`, or None if no field is padded.
+        """Return the padding options for `get_data` arguments, or None if no field is padded.
 
         Raises:
             InvalidArgumentError: an argument is invalid, or has no effect without `padded`.
@@ -132,9 +132,9 @@ class Padding:
             raise _wrong("side", repr(side), "'right' or 'left'")
         lengths = list(length.values()) if isinstance(length, Mapping) else [length]
         if any(each is not None and (type(each) is not int or each < 0) for each in lengths):
-            raise _wrong("length", repr(length), "an integer of at least 0, or one by field")
+            raise _wrong("length", repr(length), "an integer of at least 0, or a dict of integers by field")
         if isinstance(padded, str):
-            raise _wrong("padded", repr(padded), "True, or a list of fields")
+            raise _wrong("padded", repr(padded), "True or a list of fields")
         if padded is False or (not isinstance(padded, bool) and not len(padded)):
             for name, is_given in (
                 ("pad_value", isinstance(pad_value, Mapping) or pad_value != 0),
@@ -144,16 +144,16 @@ class Padding:
                 ("side", side != "right"),
             ):
                 if is_given:
-                    raise _wrong("padded", repr(padded), f"True or a list of fields, since {name} is given")
+                    raise _wrong("padded", repr(padded), f"True or a list of fields because {name} is set")
             return None
         if truncate and length is None:
-            raise _wrong("truncate", "True without a length", "both")
+            raise _wrong("truncate", "True without a length", "a length")
         fields = None if isinstance(padded, bool) else tuple(padded)
         for name, given in (("pad_value", pad_value), ("length", length)):
             others = [each for each in given if each not in fields] if fields and isinstance(given, Mapping) else []
             if others:
                 raise _wrong(
-                    name, f"given for field {others[0]!r}", f"fields of padded only: {', '.join(fields or ())}"
+                    name, f"given for field {others[0]!r}", f"only fields in padded: {', '.join(fields or ())}"
                 )
         return cls(fields=fields, value=pad_value, length=length, side=side, mask=bool(mask), truncate=truncate)  # type: ignore[arg-type]
 
@@ -180,10 +180,10 @@ class Padding:
         if self.mask:
             taken = next((name for name in self.fields or names if mask_name(name) in names), None)
             if taken is not None:
-                raise _wrong("mask", f"True, but a field {mask_name(taken)!r} exists", "no field named like a mask")
+                raise _wrong("mask", f"True, but field {mask_name(taken)!r} exists", "no field with a mask's name")
 
     def pads(self, spec: FieldSpec) -> bool:
-        """Return whether the field with this spec is padded. Fields with several ragged dimensions must be named."""
+        """Return whether the field with this spec is padded. Fields with several ragged dimensions must be listed."""
         if self.fields is not None:
             return spec.name in self.fields
         if spec.scope is FieldScope.GROUP:
@@ -191,7 +191,7 @@ class Padding:
         return spec.layout is Layout.JAGGED and _ragged_dim(spec) is not None
 
     def heads(self, specs: Sequence[FieldSpec], sliced: Sequence[str]) -> dict[str, int]:
-        """Return the lengths to which storage services truncate rows, by field."""
+        """Return, by field, the lengths to which storage services truncate rows."""
         return {
             spec.name: length
             for spec in specs
@@ -205,7 +205,7 @@ class Padding:
         }
 
     def specs(self, specs: Sequence[FieldSpec]) -> list[FieldSpec]:
-        """Return the specs of the padded fields and masks. Sizes that depend on the rows are 0."""
+        """Return the specs of the padded fields and masks. Sizes that depend on the rows are set to 0."""
         found: list[FieldSpec] = []
         masks: list[FieldSpec] = []
         for spec in specs:
@@ -233,7 +233,7 @@ def mask_name(name: str) -> str:
 
 
 def _ragged_dim(spec: FieldSpec) -> int | None:
-    """Return the row dimension to pad, or None unless there is exactly one such dimension."""
+    """Return the row dimension to pad, or None if there is not exactly one such dimension."""
     if spec.row_shape is None:
         return 0 if spec.layout is not Layout.OBJECT else None
     dims = with_ragged_dim(spec).ragged_dims
@@ -246,7 +246,7 @@ def _check_can_pad(spec: FieldSpec, dim: int | None) -> None:
     if spec.layout is Layout.OBJECT or dim is None:
         raise FieldMismatchError(
             f"field {spec.name!r} is {spec.describe()}; expected tensors whose rows differ in one dimension. "
-            "Pass a list of other fields as padded",
+            "Set padded to a list of other fields",
             field="padded",
             metadata={"field_name": spec.name, "got": spec.describe(), "expected": "rows that differ in one dimension"},
         )
@@ -257,11 +257,11 @@ class PaddedColumn:
 
     Args:
         padding: padding options of the call.
-        spec: spec of the field, as far as it is known before the read.
+        spec: spec of the field, as far as known before the read.
         row_count: number of rows in the result.
-        device: device to copy the buffer to, or None for the CPU.
-        is_one_answer: whether all rows arrive in one response. If so, the header of the response determines the longest
-            row.
+        device: device to which the buffer is copied, or None for the CPU.
+        is_one_answer: whether all rows arrive in one response. If True, the header of the response determines the
+            longest row.
     """
 
     def __init__(
@@ -321,8 +321,8 @@ class PaddedColumn:
         """Return the padded column and, if requested, its mask.
 
         Args:
-            parts: for each response, the positions of its rows in the result, its column, and its values. If the values
-                are the buffer itself, they were received in place. Other values are copied.
+            parts: for each response, the positions of its rows in the result, its column, and its values. Values that
+                are the buffer itself were received in place. All other values are copied.
 
         Raises:
             FieldMismatchError: a row is longer than `length`, or rows differ in several dimensions.
@@ -348,7 +348,7 @@ class PaddedColumn:
         if self._buffer is None or len(left) == len(parts):
             self._buffer, self._shape = self._take(shape, spec), tuple(shape)
         elif self._shape != tuple(shape):
-            raise InternalError(f"field {name!r} was received in rows of {self._shape}, but expected {tuple(shape)}")
+            raise InternalError(f"field {name!r} was received with row shape {self._shape}; expected {tuple(shape)}")
         for positions, _, values in left:
             starts, sizes = self._places(spec, dim, lengths[positions], positions)
             _copy(self._buffer, starts, sizes, values)
@@ -371,7 +371,7 @@ class PaddedColumn:
 
     def _refuse(self, dim: int, lengths: Indexes, length: int) -> None:
         at = int(np.flatnonzero(lengths > length)[0])
-        remedy = "Pass a larger length" if dim else "Pass a larger length, or truncate=True to get the first items"
+        remedy = "Pass a larger length" if dim else "Pass a larger length, or truncate rows with truncate=True"
         raise FieldMismatchError(
             f"row {at} of field {self._spec.name!r} has {int(lengths[at])} items in dimension {dim}; expected at most "
             f"length={length}. {remedy}",
@@ -406,7 +406,7 @@ class PaddedColumn:
 
 
 def _copy(target: Bytes, starts: Indexes, sizes: Indexes, values: Bytes) -> None:
-    """Copy contiguous pieces to their positions in the target."""
+    """Copy contiguous pieces of values to their positions in the target."""
     at = 0
     for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
         target[start : start + size] = values[at : at + size]

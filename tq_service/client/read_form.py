@@ -29,7 +29,7 @@ class ReadForm:
     """The row slices and padding requested by a call.
 
     Attributes:
-        slices: the slices. If None, full rows of all fields are fetched.
+        slices: the row slices. If None, full rows of all fields are fetched.
         padding: padding options, or None for no padding.
     """
 
@@ -45,7 +45,7 @@ class ReadForm:
         """
         if padding is not None and layout == "jagged":
             raise InvalidArgumentError(
-                "layout is 'jagged' and padded is given; expected only one of them. A padded field is dense",
+                "layout is 'jagged' and padded is set; expected only one of them, because a padded field is dense",
                 field="layout",
             )
         return cls(slices, padding)
@@ -54,12 +54,13 @@ class ReadForm:
         """Check that the slices allow samples to be omitted from the result.
 
         Raises:
-            InvalidArgumentError: slices are set per row. If a sample were omitted, they would apply to the wrong rows.
+            InvalidArgumentError: slices are set per row. If a sample were omitted, the slices would apply to the wrong
+                rows.
         """
         if self.slices is not None and self.slices.is_by_row:
             raise InvalidArgumentError(
-                "missing is 'skip' and slices has ranges by row; expected missing='error', since it is not known whose "
-                "ranges remain. Look up the samples first",
+                "missing is 'skip', but slices has separate ranges per row, which skipped samples would shift. Look up "
+                "the samples first, or set missing='error'",
                 field="missing",
             )
 
@@ -70,7 +71,7 @@ class ReadForm:
             if found:
                 raise InvalidArgumentError(
                     f"{option} has field {found[0]!r}, whose values are shared by groups; expected fields with one "
-                    f"row per sample. Omit the field, and fetch its full rows",
+                    f"row per sample. Omit the field to fetch its full rows",
                     field=option,
                     metadata={"field_name": found[0]},
                 )
@@ -79,7 +80,8 @@ class ReadForm:
         """Apply the options to the fetched fields, and return the resulting form.
 
         Raises:
-            InvalidArgumentError: a named field is not fetched, cannot be sliced, or is shared by groups.
+            InvalidArgumentError: an option applies to a field that is not fetched, cannot be sliced, or is shared by
+                groups.
             FieldMismatchError: a field cannot be padded.
         """
         slices, padding, names = self.slices, self.padding, [spec.name for spec in specs]
@@ -114,8 +116,8 @@ class FormOfFields:
         slices: the slices, including slices that implement `truncate`. If None, full rows of all fields are fetched.
         padding: padding options, or None for no padding.
         cut: specs of the fields as they are received, by name.
-        result: specs of the fields in the result, as far as they are known before the read.
-        padded: names of the padded fields, as far as they are known before the read.
+        result: specs of the fields in the result, as far as known before the read.
+        padded: names of the padded fields, as far as known before the read.
     """
 
     slices: Slices | None
@@ -158,18 +160,18 @@ class FormOfFields:
         )
 
     def finish(self, received: Sequence[Received], wanted: Sequence[str], padded: PaddedRead | None) -> list[Received]:
-        """Return all columns: first the columns in `wanted`, in this order, then position columns, then masks."""
+        """Return all columns: first those in `wanted`, in the same order, then position columns, then masks."""
         columns = list(received) if self.slices is None else self.slices.finish(received)
         return columns if padded is None else padded.finish(columns, wanted)
 
 
 _OPTIONS: Final = ("slices", "padded", "pad_value", "length", "side", "mask", "truncate")
 CP_POSITIONS: Final = "cp_positions"
-"""Name of the field that contains the positions of the items in the share of a context-parallel rank."""
+"""Name of the field that contains the positions of the items in a context-parallel rank's share."""
 
 
 def check_read_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Check arguments for `get_data` that will be used with many batches, and return them.
+    """Check `get_data` arguments that will be used with many batches, and return the arguments.
 
     Raises:
         InvalidArgumentError: an argument is invalid, or cannot be used with many batches.
@@ -185,8 +187,8 @@ def check_read_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     by_row = [] if slices is None else [name for name, each in slices.given.items() if each.by_row is not None]
     if by_row:
         raise InvalidArgumentError(
-            f"read_options has slices by row of field {by_row[0]!r}; expected slices that are the same for all rows, "
-            "since every batch has different rows",
+            f"read_options has one slice per row of field {by_row[0]!r}; expected the same slice for all rows, because "
+            "every batch has different rows",
             field="read_options",
         )
     return found
@@ -201,7 +203,7 @@ def with_shares(
     *,
     positions: bool,
 ) -> dict[str, Any]:
-    """Extend arguments for `get_data`, so that fields are sliced to the share of a context-parallel rank.
+    """Extend `get_data` arguments so that fields are sliced to the share of a context-parallel rank.
 
     Args:
         options: the arguments to extend.
@@ -209,13 +211,13 @@ def with_shares(
         cp_fields: names of the fields that are split among the ranks.
         share: slice that selects the rank's share.
         fill: fill value of the shares, or fill values by field.
-        positions: whether to add a field with the positions of the items in the share.
+        positions: whether to add a field that contains the positions of the items in the share.
 
     Raises:
         InvalidArgumentError: a field is not fetched, or already has a slice.
     """
     if isinstance(cp_fields, str):
-        raise InvalidArgumentError(f"cp_fields is {cp_fields!r}; expected a list of fields", field="cp_fields")
+        raise InvalidArgumentError(f"cp_fields is {cp_fields!r}; expected a list of field names", field="cp_fields")
     slices = dict(options.get("slices") or {})
     shares: dict[str, RowSlice] = {}
     for name in cp_fields:
@@ -240,9 +242,9 @@ class PaddedRead:
     Attributes:
         padding: padding options.
         row_count: number of rows in the result.
-        device: device to copy padded columns to, or None for the CPU.
-        specs: specs of the fields, as far as they are known before the read.
-        columns: columns that are padded while they are received, by field.
+        device: device to which padded columns are copied, or None for the CPU.
+        specs: specs of the fields, as far as known before the read.
+        columns: columns that are padded during the transfer, by field.
         parts: received parts of `columns`, by field.
     """
 
@@ -258,7 +260,7 @@ class PaddedRead:
         return _RowsOfRead(self.columns, read.positions)
 
     def take(self, reads: Sequence[StorageRead], answers: Sequence[Sequence[Received]]) -> list[list[Received]]:
-        """Store the columns that were padded while they were received. Return the other columns."""
+        """Store the columns that were padded during the transfer, and return the other columns."""
         for read, answer in zip(reads, answers, strict=True):
             for column, values in answer:
                 if column.spec.name in self.columns:
@@ -266,7 +268,7 @@ class PaddedRead:
         return [[each for each in answer if each[0].spec.name not in self.columns] for answer in answers]
 
     def finish(self, columns: Sequence[Received], wanted: Sequence[str]) -> list[Received]:
-        """Return all columns. Columns that were not padded while they were received are padded now."""
+        """Return all columns, padding any that were not padded during the transfer."""
         found = {name: column.assemble(self.parts[name]) for name, column in self.columns.items()}
         names = [*wanted, *(column.spec.name for column, _ in columns if column.spec.name not in wanted)]
         for column, values in columns:

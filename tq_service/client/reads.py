@@ -1,4 +1,4 @@
-"""Reads of a batch: plan requests to storage services, merge the responses into one batch, and report lost samples.
+"""Plans the reads of a batch from storage services, merges the responses into one batch, and reports lost samples.
 
 Callers receive tensors, nested tensors and lists that share memory with the received bytes.
 """
@@ -68,12 +68,12 @@ class StorageRead:
 
     Attributes:
         storage: the storage service instance to read from.
-        positions: ascending positions of the rows to read, of shape `(n,)`. Positions refer to samples of the batch, or
-            to extents in the list of all extents of the batch's cells.
+        positions: ascending positions of the rows to read, as an array of shape `(n,)`. Positions refer to samples of
+            the batch, or to the list of all extents of the batch's cells.
         request: the request for the cells.
-        owners: the sample of each row, of shape `(n,)`. If samples share rows, it is the first sample of the row. If
-            None, each row belongs to the sample at its position.
-        order: if samples share rows, the row of each sample in the batch; otherwise None.
+        owners: the sample of each row, as an array of shape `(n,)`. If several samples share a row, the first of these
+            samples. If None, each row belongs to the sample at its position.
+        order: if samples share rows, the row of each sample in the batch, or None otherwise.
     """
 
     storage: StorageRef
@@ -89,7 +89,7 @@ class StorageRead:
 
     @property
     def samples(self) -> Indexes:
-        """For each row, the sample that the row belongs to, of shape `(n,)`."""
+        """For each row, the sample to which the row belongs, as an array of shape `(n,)`."""
         return self.positions if self.owners is None else self.owners
 
     def samples_of(self, rows: NDArray[np.bool_] | slice = slice(None)) -> Indexes:
@@ -121,15 +121,15 @@ def plan_reads(
     cuts: Mapping[str, RowCut] | None = None,
     joined: Collection[str] = (),
 ) -> list[StorageRead]:
-    """Plan the reads that fetch the given fields, one read per storage service and set of rows.
+    """Plan the reads that fetch the given fields, with one read per storage service and set of rows.
 
     Args:
         locations: locations of the cells.
         data_fields: names of the fields.
         cuts: by field, the requested part of each row. Cells with extents in several storage services are read in full,
-            because none of these services can determine the total length of the cell.
-        joined: other fields whose extents the storage service should join. It can only join extents if it stores all of
-            them.
+            because no single service can determine the cell's total length.
+        joined: other fields whose extents the storage service should join. A storage service can join a cell's extents
+            only if it stores all of them.
     """
     cuts = cuts or {}
     numbers: dict[StorageRef, int] = {}
@@ -167,7 +167,7 @@ def plan_reads(
 
 
 def _apart(all_runs: Sequence[CellRuns], names: Collection[str]) -> Iterator[CellRuns]:
-    """Yield the runs. If cells have extents, split each run into the named fields and the other fields."""
+    """Yield the runs. If cells have extents, split each run into the fields in `names` and the other fields."""
     for runs in all_runs:
         inside = tuple(name for name in runs.field_names if name in names)
         if not runs.extent_counts.size or len(inside) in (0, len(runs.field_names)):
@@ -213,10 +213,10 @@ def merge_answers(
         data_fields: names of the fields, in the requested order.
         specs: known specs of the fields. Dense rows of a jagged field are returned as jagged.
         locations: locations of the cells, including the extents to join.
-        slices: the requested parts of rows, or None for full rows.
+        slices: the requested slices of rows, or None for full rows.
 
     Raises:
-        InternalError: a response lacks a field, or contains full rows instead of the requested parts.
+        InternalError: a response lacks a field, or contains full rows instead of the requested slices.
         FieldMismatchError: storage services returned incompatible data for one field.
     """
     parts: dict[str, list[tuple[Indexes, ColumnShape, Bytes]]] = {name: [] for name in data_fields}
@@ -228,7 +228,7 @@ def merge_answers(
                 parts[column.spec.name].append((read.positions, column, buffer))
     missing = [name for name, pieces in parts.items() if not pieces]
     if missing:
-        raise InternalError(f"no storage service sent field {missing[0]!r}")
+        raise InternalError(f"no storage service returned field {missing[0]!r}")
     whole = {name for read in reads if read.has_extents for name in read.field_names}
     grown = {name: runs for runs in locations.runs if runs.extent_counts.size for name in runs.field_names}
     columns = []
@@ -250,7 +250,7 @@ def _check_parts(reads: Sequence[StorageRead], answers: Sequence[Sequence[Receiv
             if column.spec.name in sliced and column.whole_lengths is None:
                 raise InternalError(
                     f"storage service {read.storage.storage_id!r} sent full rows of field {column.spec.name!r}; "
-                    "expected parts of rows. Upgrade it to the client's version"
+                    "expected slices of rows. Upgrade the storage service to the client's version"
                 )
 
 
@@ -298,7 +298,7 @@ def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
 
 
 def _shaped_as(row_shape: Sequence[int], column: ColumnShape) -> ColumnShape:
-    """Return a tensor column with the given row shape in its spec."""
+    """Return a tensor column whose spec has the given row shape."""
     layout = Layout.JAGGED if -1 in row_shape else Layout.DENSE
     return _described_as(replace(column.spec, layout=layout, row_shape=tuple(row_shape)), column)
 
@@ -338,7 +338,7 @@ def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
 
 
 def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnShape, buffer: Bytes) -> None:
-    """Copy the rows of one part to their final positions."""
+    """Copy the rows of one column to their final positions."""
     row_bytes = fixed_row_bytes(column.spec)
     if row_bytes is not None:
         row = np.dtype((np.void, row_bytes))
@@ -356,7 +356,7 @@ def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnSh
 
 
 def each_once(metadata: BatchMeta) -> tuple[BatchMeta, Indexes | None]:
-    """Remove repeated samples. Return the new batch, and the position of each original sample in it, of shape `(n,)`.
+    """Return a batch without repeated samples, and each original sample's position in it, as an array of shape `(n,)`.
 
     If no sample is repeated, return the original batch and None.
     """
@@ -370,7 +370,7 @@ def each_once(metadata: BatchMeta) -> tuple[BatchMeta, Indexes | None]:
 
 
 def take_rows(received: Received, order: Indexes) -> Received:
-    """Return the rows of a column at the given positions, an array of shape `(n,)`. Positions may repeat."""
+    """Return a column's rows at the given positions, which are an array of shape `(n,)` and may repeat."""
     column, buffer = received
     row_bytes = fixed_row_bytes(column.spec)
     if row_bytes is not None:
@@ -387,7 +387,7 @@ def take_rows(received: Received, order: Indexes) -> Received:
 def empty_columns(specs: Sequence[FieldSpec]) -> list[Received]:
     """Return columns without rows for the given specs.
 
-    A field without dtype, layout and row shape becomes a column of dense float32 scalars.
+    A field without a dtype, layout and row shape becomes a column of dense float32 scalars.
     """
     return [(_empty_column(spec), np.empty(0, np.uint8)) for spec in specs]
 
@@ -412,10 +412,10 @@ def to_batch(
     landing: Landing | None = None,
     arrange: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> TensorDict:
-    """Return received columns as a TensorDict. If torch or tensordict is not installed, return a dict.
+    """Return received columns as a TensorDict, or as a dict if torch or tensordict is not installed.
 
-    Without torch, columns are numpy arrays or lists of numpy arrays. `layout` has the same meaning as in `get_data`.
-    None leaves the layout unchanged. The batch size of the TensorDict is `[row_count]`, or `[]` if `row_count` is None.
+    Without torch, columns are numpy arrays or lists of numpy arrays. `layout` has the same meaning as in `get_data`. If
+    None, the layout is unchanged. The batch size of the TensorDict is `[row_count]`, or `[]` if `row_count` is None.
     `arrange` converts the decoded columns to the columns of the result.
 
     Raises:
@@ -450,7 +450,7 @@ def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
             first, other = tuple(shapes[0].tolist()), tuple(shapes[at].tolist())
             raise FieldMismatchError(
                 f"rows of field {spec.name!r} differ in shape: row 0 is {first}, row {at} is {other}; expected one "
-                f"shape for layout='dense'. Use layout='auto' or 'jagged', and pad the rows",
+                f"shape for layout='dense'. Set layout to 'auto' or 'jagged', and pad the rows",
                 field="layout",
                 metadata={"field_name": spec.name, "got": str(other), "expected": str(first)},
             )
@@ -466,7 +466,7 @@ class RowPattern:
     """The row lengths of jagged columns. Fields with equal row lengths share a pattern.
 
     Attributes:
-        offsets: row boundaries, of shape `(n + 1,)`. All nested tensors with this pattern share this tensor.
+        offsets: row boundaries, as a tensor of shape `(n + 1,)` that is shared by all nested tensors with this pattern.
         bounds: the row boundaries in host memory.
         min_length: length of the shortest row, or 0 if there are no rows.
         max_length: length of the longest row, or 0 if there are no rows. Without this length, torch would pad the rows
@@ -483,9 +483,10 @@ class RowPattern:
         """Return the pattern described by an offsets tensor.
 
         Args:
-            offsets: row boundaries, of shape `(n + 1,)`.
-            bounds: the row boundaries in host memory. If None, they are reused if this module created a nested tensor
-                with these offsets. Otherwise the offsets are copied, which synchronizes with their device.
+            offsets: row boundaries, as a tensor of shape `(n + 1,)`.
+            bounds: the row boundaries in host memory. If None, known boundaries are reused if this module created a
+                nested tensor with these offsets. Otherwise, the offsets are copied, which synchronizes with their
+                device.
         """
         if bounds is None:
             bounds = _known_bounds().get(offsets)
@@ -499,12 +500,12 @@ class RowPattern:
     def of_lengths(
         cls, lengths: NDArray[np.int64], *, dtype: torch.dtype | None = None, beside: torch.Tensor | None = None
     ) -> RowPattern:
-        """Return the pattern of rows with the given lengths, of shape `(n,)`.
+        """Return the pattern of rows with the given lengths.
 
         Args:
-            lengths: lengths of the rows.
+            lengths: lengths of the rows, as an array of shape `(n,)`.
             dtype: dtype of the offsets. Defaults to int64.
-            beside: a tensor on the device to use for the offsets. Defaults to the CPU.
+            beside: a tensor whose device is used for the offsets. Defaults to the CPU.
         """
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
@@ -542,7 +543,7 @@ def _known_bounds() -> MutableMapping[torch.Tensor, NDArray[np.int64]]:
 
 @cache
 def _hide_torch_notice() -> None:
-    """Suppress the message for torch developers that torch logs when a process creates its first nested tensor."""
+    """Suppress the message to torch developers that torch logs when a process creates its first nested tensor."""
 
     def is_worth_showing(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("is_fx_tracing will return true")
@@ -561,10 +562,10 @@ def decode_columns(
 
     Args:
         columns: the column headers.
-        buffers: the bytes of the values of each column. Tensors share this memory if it is writable and aligned.
+        buffers: the bytes of each column's values. Tensors share this memory if it is writable and aligned.
         as_torch: whether to return tensors instead of numpy arrays. By default, tensors are returned if torch is
             installed.
-        device_of: function that returns the device for the tensors of a column, or None for the CPU.
+        device_of: function that returns the device for a column's tensors, or None for the CPU.
 
     Returns:
         A dense column becomes a tensor or array of shape `(n, ...)`, and a column of objects becomes a list. A jagged
@@ -602,10 +603,7 @@ def to_tensordict(columns: Mapping[str, Any], row_count: int | None) -> TensorDi
 
 
 def object_stack(rows: Sequence[Any]) -> Any:
-    """Return rows of objects as a TensorDict field.
-
-    Zero rows are supported, although tensordict 0.10 has no empty stack.
-    """
+    """Return rows of objects as a TensorDict field. Support zero rows, although tensordict 0.10 has no empty stack."""
     from tensordict import NonTensorData, NonTensorStack  # noqa: PLC0415  (optional, slow to import)
 
     if not rows:
@@ -615,7 +613,7 @@ def object_stack(rows: Sequence[Any]) -> Any:
 
 
 def _is_nested(column: ColumnShape) -> bool:
-    """Return whether a tensor column has exactly one ragged dimension, and so becomes a nested tensor."""
+    """Return whether a tensor column has exactly one ragged dimension and thus becomes a nested tensor."""
     return len(column.spec.ragged_dims) == 1
 
 
@@ -641,10 +639,11 @@ class _Decoder:
         return found[: len(buffers)]
 
     def decode(self, column: ColumnShape, buffer: Any) -> Any:
-        """Decode the values of a column. The bytes may be on a device."""
+        """Decode a column's values, whose bytes may be on a device."""
         if len(buffer) != column.value_bytes:
             raise InvalidArgumentError(
-                f"field {column.spec.name!r} has {len(buffer)} bytes, but its header declares {column.value_bytes}"
+                f"field {column.spec.name!r} has {len(buffer)} bytes, but its header declares {column.value_bytes} "
+                f"bytes"
             )
         if column.extents is None:
             shape = (column.row_count, *(column.spec.row_shape or ()))
@@ -668,14 +667,14 @@ class _Decoder:
                     rows.append(decode(buffer[start:end]))
         except (InvalidArgumentError, UnicodeDecodeError) as error:
             raise InvalidArgumentError(
-                f"row {len(rows)} of field {spec.name!r} could not be decoded: {error}",
+                f"could not decode row {len(rows)} of field {spec.name!r}: {error}",
                 field="columns",
                 metadata={"row": str(len(rows)), "field_name": spec.name},
             ) from None
         return rows
 
     def _decode_rows(self, column: ColumnShape, values: Any) -> list[Any]:
-        """Return the rows of a jagged column as views that share the bytes."""
+        """Return the rows of a jagged column as views of its bytes."""
         flat = make_values(
             values, column.spec.dtype, (column.value_bytes // column.spec.itemsize,), as_torch=self._as_torch
         )
@@ -699,7 +698,7 @@ class _Decoder:
 
 
 def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -> DataLossError:
-    """Return a copy of a data-loss error, extended with the affected samples and fields of the batch.
+    """Return a copy of a data-loss error that also names the affected samples and fields of the batch.
 
     If the service lists the lost puts, only the samples of these puts are affected. Otherwise, all samples of the read
     are affected.
@@ -742,7 +741,7 @@ def unread_samples(
     Args:
         metadata: the batch.
         read: the read that failed.
-        storage: the storage service, as last located by the controller.
+        storage: the storage service, with the location that the controller last returned.
         deadline: deadline of the read.
         error: the error raised by the read.
     """

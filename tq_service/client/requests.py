@@ -1,6 +1,6 @@
-"""Conversion of Python arguments to requests, and of responses to batches.
+"""Converts Python arguments to requests, and responses to batches.
 
-The service validates requests. This module only checks arguments that cannot be represented in a request.
+The service validates requests. This module checks only for arguments that a request cannot represent.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _KNOWN: Final = ("fields", "locations", "produced_columns", *OWN_COLUMNS)
 
 # Names are passed as a list or as an array of strings of shape `(n,)`.
 Target: TypeAlias = str | BatchMeta
-"""Target of a call: either the name of a partition, or the metadata of samples."""
+"""Target of a call: either a partition name or the metadata of samples."""
 
 NameColumn: TypeAlias = "Sequence[str] | NDArray[np.str_]"
 GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
@@ -102,7 +102,7 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
 
     Args:
         kind: the request type.
-        **arguments: values of the fields. None leaves an enum, list or optional field unset.
+        **arguments: values of the fields. An enum, list or optional field is left unset if its value is None.
 
     Raises:
         InvalidArgumentError: an argument is not valid for its field.
@@ -120,12 +120,12 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
     except (TypeError, ValueError) as error:  # protobuf does not name the field
         for name, value in arguments.items():
             _check(kind, name, value)
-        raise InvalidArgumentError(f"the arguments cannot be encoded as a request: {error}") from None
+        raise InvalidArgumentError(f"could not encode the arguments as a request: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rules:
-    """Rules for a request type: converters for lists and enums, required fields, and whether there is a request id."""
+    """Rules for a request type: converters for lists and enums, required fields, and whether it has a request id."""
 
     converters: Mapping[str, Converter]
     required: Collection[str]
@@ -166,7 +166,7 @@ def _check(kind: type[Message], name: str, value: Any) -> None:
         try:
             kind(**{name: part})
         except (TypeError, ValueError) as error:
-            expected = _EXPECTED.get(kind.DESCRIPTOR.fields_by_name[name].type, "another type")
+            expected = _EXPECTED.get(kind.DESCRIPTOR.fields_by_name[name].type, "a different type")
             got = part[0] if places else part
             raise InvalidArgumentError(f"{where} is {got!r:.200}, expected {expected} ({error})", field=name) from None
 
@@ -183,21 +183,21 @@ def new_id() -> bytes:
 
 
 def seconds(name: str, value: float) -> float:
-    """Convert a time span to float. Raise InvalidArgumentError if the span is negative or not finite."""
+    """Convert a time span to a float. Raise InvalidArgumentError if the span is negative or not finite."""
     try:
         span = float(value)
     except (TypeError, ValueError):
         span = math.nan
     if not (math.isfinite(span) and span >= 0):
-        raise InvalidArgumentError(f"{name} is {value!r}, expected a finite number of seconds, 0 or more", field=name)
+        raise InvalidArgumentError(f"{name} is {value!r}, expected a finite number of seconds >= 0", field=name)
     return span
 
 
 def all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]:
-    """Return the values as a list of objects of one type.
+    """Return the values as a list of objects of a given type.
 
     Raises:
-        InvalidArgumentError: a value has another type.
+        InvalidArgumentError: a value has a different type.
     """
     given = list(values)
     for value in given:
@@ -207,7 +207,7 @@ def all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]
 
 
 def listed(name: str, values: Any) -> list[Any]:
-    """Return the items of an iterable, array or tensor as a list. Return an empty list for None.
+    """Return the items of an iterable, array or tensor as a list, or an empty list for None.
 
     Raises:
         InvalidArgumentError: the value is not iterable, or is a string, which is probably a mistake.
@@ -221,11 +221,11 @@ def listed(name: str, values: Any) -> list[Any]:
 
 
 def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None, Sequence[Any] | Indexes]:
-    """Return the keyword that is not None, and its names. A batch counts as a list of global indexes."""
+    """Return the one keyword that is not None, and its names. A batch counts as a list of global indexes."""
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise InvalidArgumentError(
-            f"samples are named by {' and by '.join(given)}; expected one of {', '.join(names)}", field=given[0]
+            f"samples are selected by {' and by '.join(given)}; expected only one of {', '.join(names)}", field=given[0]
         )
     if not given:
         return None, []
@@ -237,7 +237,7 @@ def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None
 
 
 def partition_of(namespace: Namespace, target: Target) -> str:
-    """Return the full name of the partition that a call targets by name or by the metadata of samples."""
+    """Return the full name of a call's target partition, given by name or by the metadata of samples."""
     if isinstance(target, BatchMeta):
         return target.full_partition_id
     if not isinstance(target, str):
@@ -249,7 +249,7 @@ def partition_of(namespace: Namespace, target: Target) -> str:
 
 
 def metadata_of(target: Target) -> BatchMeta | None:
-    """Return the target if it is the metadata of samples. Return None if it is the name of a partition."""
+    """Return the target if it is the metadata of samples, or None if it is a partition name."""
     return target if isinstance(target, BatchMeta) else None
 
 
@@ -262,11 +262,11 @@ def with_short_forms(
     global_batch: int | None,
     batch_unit: BatchUnit,
 ) -> tuple[list[Admission], Release | None]:
-    """Expand the short forms of `create_partition`, and return the resulting admissions and release.
+    """Expand the shorthand arguments of `create_partition`, and return the resulting admissions and release.
 
     Raises:
-        InvalidArgumentError: a short form is incomplete, a value has the wrong type, or both `release` and its short
-            form are given.
+        InvalidArgumentError: a shorthand argument is incomplete, a value has the wrong type, or both `release` and its
+            shorthand are set.
     """
     found = all_of(Admission, "admissions", admissions)
     tasks = listed("clear_after", clear_after)
@@ -275,12 +275,12 @@ def with_short_forms(
     if clear_after is not None:
         if release is not None:
             raise InvalidArgumentError(
-                "clear_after and release are both given; expected only one. Name the tasks in the release",
+                "clear_after and release are both set; expected only one. Specify the tasks in the release",
                 field="clear_after",
             )
         if not tasks:
             raise InvalidArgumentError(
-                "clear_after is empty; expected at least one task. Omit it to keep samples until they are cleared",
+                "clear_after is empty; expected at least one task. To keep samples until they are cleared, omit it",
                 field="clear_after",
             )
         release = Release("trained", tasks)
@@ -294,8 +294,8 @@ def with_short_forms(
         return found, release
     if len(tasks) != 1:
         raise InvalidArgumentError(
-            f"max_staleness is {max_staleness} and clear_after names {len(tasks)} tasks; expected one, whose batches "
-            "are limited. Name it in clear_after, or put an Admission for it in admissions",
+            f"max_staleness is {max_staleness} and clear_after has {len(tasks)} tasks; expected exactly one task to "
+            "limit. Set clear_after to this task, or add an Admission for the task to admissions",
             field="max_staleness",
         )
     bound = Admission(tasks[0], max_staleness=max_staleness, global_batch=global_batch or 0, unit=batch_unit)
@@ -303,12 +303,12 @@ def with_short_forms(
 
 
 class ClaimOptions(TypedDict, total=False):
-    """Type of a dict with options for several `Client.claim` calls, except `batch_count` and `timeout`.
+    """Type of a dict of options for several `Client.claim` calls, excluding `batch_count` and `timeout`.
 
         options: tq.types.ClaimOptions = {"batch_size": 8, "dp_rank": 0, "dp_size": 4}
         data, batch = client.get_batch("train", "update_actor", ["input_ids"], **options | {"batch_index": 0})
 
-    To set an option that varies between calls, merge it into the dict as shown. Type checkers reject options that may
+    To set an option that varies between calls, merge it into the dict as shown. Type checkers reject options that could
     be passed twice.
     """
 
@@ -366,7 +366,7 @@ def get_meta_request(
 ) -> pb.GetMetaRequest:
     """Build the request for the arguments of `claim`. The caller must set `max_wait` before each call.
 
-    Names of policies, and names of partitions in `refill` and `admit`, are names within `namespace`.
+    Policy names, and partition names in `refill` and `admit`, are relative to `namespace`.
     """
     own: dict[str, Any] = {"dp_rank": dp_rank, "batch_index": batch_index}
     if not_before_version is not None:
@@ -422,12 +422,12 @@ def name_and_options(
     """Return the name and options of a sampler passed by name or as an object.
 
     If the sampler is an object, options with default values are omitted. As a result, ranks that pass an object and
-    ranks that pass a name with options send equal requests. In addition, an older service need not support unused
-    options.
+    ranks that pass a name with options send identical requests. In addition, an older service need not support options
+    that are not used.
 
     Raises:
         InvalidArgumentError: `sampler` is neither a name nor a sampler, or `sampler` is an object and `sampler_config`
-            is also given.
+            is also set.
     """
     if isinstance(sampler, str):
         return sampler, sampler_config
@@ -440,7 +440,7 @@ def name_and_options(
         )
     if sampler_config is not None:
         raise InvalidArgumentError(
-            f"sampler_config is {sampler_config!r:.200} and sampler is {sampler!r:.200}; expected options in one "
+            f"sampler_config is {sampler_config!r:.200} and sampler is {sampler!r:.200}; expected options in only one "
             f"of them. Set the options in the object, or pass the name {name!r}",
             field="sampler_config",
         )
@@ -454,7 +454,7 @@ def name_and_options(
 
 @lru_cache(maxsize=256, typed=True)
 def _serialized_claim(**arguments: Any) -> bytes:
-    """Serialize the part of a claim request that is equal for all batches of a rank."""
+    """Serialize the part of a claim request that is the same for all batches of a rank."""
     for name in ("max_deliveries", "max_uses", "least_members"):
         not_zero(name, arguments[name])
     lease = arguments["lease"]
@@ -485,7 +485,7 @@ def lease_duration(lease: float) -> Duration:
 
 
 def not_zero(name: str, value: Given) -> Given:
-    """Return the value. Raise InvalidArgumentError if it is 0 or "", which a request treats as unset."""
+    """Return the value. Raise InvalidArgumentError if the value is 0 or "", which a request treats as unset."""
     if value in (0, ""):
         raise InvalidArgumentError(f"{name} is {'empty' if value == '' else 0}, expected {_NOT_ZERO[name]}", field=name)
     return value
@@ -496,8 +496,8 @@ def check_leased(metadata: BatchMeta) -> None:
     check_is_batch(metadata)
     if metadata.lease_seconds is None:
         raise InvalidArgumentError(
-            "metadata is not from one leased claim; claim it with claim(lease=...). Acknowledge and extend the "
-            "parts of a batch concatenated from several claims separately",
+            "metadata does not come from a single leased claim; claim it with claim(lease=...). If a batch was "
+            "concatenated from several claims, acknowledge and extend the parts separately",
             field="metadata",
         )
 
@@ -517,15 +517,15 @@ def check_ack(metadata: BatchMeta | None, *, fenced: bool) -> None:
     """Raise InvalidArgumentError unless a put with `ack` is fenced and writes to samples of a single leased claim."""
     if metadata is None:
         raise InvalidArgumentError(
-            "ack is True, but the put is to a partition; expected samples of a leased claim. Pass the batch "
+            "ack is True, but the put targets a partition; expected samples of a leased claim. Pass the batch "
             "returned by claim(lease=...), or omit ack.",
             field="metadata",
         )
     check_leased(metadata)
     if not fenced:
         raise InvalidArgumentError(
-            "fenced is False and ack is True, but samples can only be acknowledged while they are leased; omit "
-            "one of the two",
+            "fenced is False and ack is True, but only leased samples can be acknowledged; omit one of the two "
+            "arguments",
             field="fenced",
         )
 
@@ -536,7 +536,7 @@ def check_rows(metadata: BatchMeta, columns: Iterable[ColumnShape]) -> None:
         if column.row_count != metadata.size:
             raise InvalidArgumentError(
                 f"metadata has {metadata.size} samples, but field {column.spec.name!r} has {column.row_count} rows; "
-                "put one row per sample, or pass the metadata of the samples that the rows belong to",
+                "provide one row per sample, or pass the metadata of the samples to which the rows belong",
                 field="data",
             )
 
@@ -547,7 +547,7 @@ def check_group_rows(write: Write, columns: Iterable[ColumnShape]) -> None:
         if column.row_count != len(write.group_column):
             raise InvalidArgumentError(
                 f"groups has {len(write.group_column)} names, but field {column.spec.name!r} has {column.row_count} "
-                f"rows; put one row per group",
+                f"rows; provide one row per group",
                 field="groups",
             )
 
@@ -556,17 +556,17 @@ def row_lengths(name: str, values: Iterable[int], row_count: int) -> list[int]:
     """Return the lengths of cells as a list with one length per sample.
 
     Raises:
-        InvalidArgumentError: the number of lengths differs from the number of samples, or a length is not a
-            non-negative integer.
+        InvalidArgumentError: the number of lengths differs from the number of samples, or a length is negative or not
+            an integer.
     """
     lengths = listed(name, values)
     if len(lengths) != row_count:
         raise InvalidArgumentError(
-            f"{name} has {len(lengths)} lengths, expected {row_count}: one per sample of metadata", field=name
+            f"{name} has {len(lengths)} lengths, expected {row_count}, one per sample in metadata", field=name
         )
     for place, length in enumerate(lengths):
         if not isinstance(length, int) or isinstance(length, bool) or length < 0:
-            raise InvalidArgumentError(f"{name}[{place}] is {length!r:.200}, expected a length, 0 or more", field=name)
+            raise InvalidArgumentError(f"{name}[{place}] is {length!r:.200}, expected a length >= 0", field=name)
     return lengths
 
 
@@ -594,7 +594,7 @@ def changed_samples(
 
     `others` contains additional fields of the request.
 
-    If samples are named, even by an empty list, `where` and `task_name` only narrow this selection.
+    If samples are selected by name, even by an empty list, `where` and `task_name` only narrow the selection.
     """
     metadata = metadata_of(target)
     if metadata is not None:
@@ -619,7 +619,7 @@ def changed_samples(
 
 
 def condition_messages(where: Iterable[tuple[str, str, Any]], namespace: Namespace) -> list[pb.Condition]:
-    """Convert conditions on custom_meta to messages. Names of policies in conditions are names within the namespace."""
+    """Convert conditions on custom_meta to messages. Policy names in conditions are relative to the namespace."""
     conditions = enumerate(listed("where", where))
     return [_condition(position, condition, namespace) for position, condition in conditions]
 
@@ -655,7 +655,7 @@ def _struct(name: str, mapping: Mapping[str, Any]) -> Struct:
         message.update({key: _plain(value) for key, value in mapping.items()})
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidArgumentError(
-            f"{name} cannot be encoded ({error}); expected a mapping of strings to JSON-like values", field=name
+            f"could not encode {name} ({error}); expected a mapping of strings to JSON-like values", field=name
         ) from None
     return message
 
@@ -670,10 +670,10 @@ def _plain(value: Any) -> Any:
 
 
 class PlacementGrant:
-    """Permission to send puts to certain storage services in rotation, limited in bytes and time.
+    """Permission to send puts to certain storage services in rotation, with limits on bytes and time.
 
     The grant ends early if one of the services fails, so that a lost or full service is not used again. Concurrent
-    calls may share a grant. In this case, their bytes are counted with a small delay.
+    calls may share a grant. The bytes of concurrent calls are counted with a small delay.
     """
 
     def __init__(self) -> None:
@@ -683,7 +683,7 @@ class PlacementGrant:
         self._turn = 0
 
     def place(self, size_bytes: int) -> pb.PlacePutResponse | None:
-        """Return the placement to pass to `endpoint`. Return None if the grant does not cover the put."""
+        """Return the placement to pass to `endpoint`, or None if the grant does not cover the put."""
         used_bytes = self._used_bytes + size_bytes
         if size_bytes > self._answer.max_granted_put_bytes or used_bytes > self._answer.grant_bytes:
             return None
@@ -694,7 +694,7 @@ class PlacementGrant:
         return self._answer
 
     def renew(self, answer: pb.PlacePutResponse) -> None:
-        """Start a new grant. The put that requested the grant is sent to the first storage service of the grant."""
+        """Start a new grant. The put that requested the grant is sent to the first storage service in the grant."""
         self._answer = answer
         self._until = time.monotonic() + read_seconds("grant_duration", answer.grant_duration)
         self._used_bytes = self._turn = 0
@@ -704,31 +704,31 @@ class PlacementGrant:
         return answer.storages[self._turn % len(answer.storages)]
 
     def end(self) -> None:
-        """End the grant, so that the controller places the next put."""
+        """End the grant so that the controller places the next put."""
         self._until = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """The samples written by one call, with all attributes except columns; see `SampleWrite`.
+    """The samples written by one call, with all their attributes except columns; see `SampleWrite`.
 
     Attributes:
         partition_id: full name of the partition on the service.
         row_count: number of samples.
         metadata: the existing samples to write, or None to write new samples or the samples with the given keys.
-        key_column: keys in the form used by `BatchMeta`, or () if no keys are given.
-        group_column: groups in the form used by `BatchMeta`, or () if no groups are given.
-        rollout_column: rollouts in the form used by `BatchMeta`, or () if no rollouts are given.
-        meta_columns: custom_meta in the form used by `BatchMeta`, or () if no custom_meta is given.
-        key_mode: whether keys must exist, must be new, or may be existing or new.
+        key_column: keys in the form used by `BatchMeta`, or () if no keys are passed.
+        group_column: groups in the form used by `BatchMeta`, or () if no groups are passed.
+        rollout_column: rollouts in the form used by `BatchMeta`, or () if no rollouts are passed.
+        meta_columns: custom_meta in the form used by `BatchMeta`, or () if no custom_meta is passed.
+        key_mode: whether keys must exist, must be new, or may be either.
         group_size: number of members in a complete group.
         ends_rollouts: whether to close the rollouts of the samples.
         state: new state of the samples.
         fenced: whether to reject the write if the samples come from a leased claim and the worker no longer holds the
             lease.
         ack: whether to acknowledge the samples atomically with the write.
-        append_at: for an append, the previous lengths of the cells; () if cells are replaced.
-        of_groups: whether rows belong to groups instead of samples.
+        append_at: for an append, the previous lengths of the cells, or () if cells are replaced.
+        of_groups: whether rows belong to groups rather than to samples.
     """
 
     partition_id: str
@@ -766,8 +766,8 @@ def write_of(
 ) -> Write:
     """Build a `Write` from the Python arguments of a call.
 
-    If `row_count` is None, it is taken from the metadata, `keys`, `custom_meta`, `groups` or `rollouts`, in this order
-    of preference. `others` contains additional attributes of the write.
+    If `row_count` is None, it is derived from the metadata, `keys`, `custom_meta`, `groups` or `rollouts`, in that
+    order of preference. `others` contains additional attributes of the write.
     """
     metadata = metadata_of(target)
     given_keys = None if keys is None else listed("keys", keys)
@@ -824,7 +824,7 @@ def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.
 
 
 def _names_of(columns: Sequence[Sequence[str]]) -> Sequence[str]:
-    """Concatenate the names of several writes. If there is only one write, its names are not copied."""
+    """Concatenate the names of several writes. The names of a single write are not copied."""
     return columns[0] if len(columns) == 1 else list(chain.from_iterable(columns))
 
 
@@ -832,9 +832,9 @@ def written_meta(answered: BatchMeta, known: BatchMeta | None, write: Write, ind
     """Return the metadata of the written samples.
 
     Args:
-        answered: the metadata in the response: the partition, its incarnation, and the fields of the put. It does not
-            contain the written keys, groups, rollouts and custom_meta.
-        known: all metadata of the samples, as returned by the service, or None if it was not requested.
+        answered: the metadata in the response, which contains the partition, its incarnation and the fields of the put,
+            but not the written keys, groups, rollouts and custom_meta.
+        known: all metadata of the samples, as returned by the service, or None if not requested.
         write: the write that was sent.
         indexes: global indexes of the samples.
     """
@@ -876,16 +876,17 @@ def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None
                 raise InvalidArgumentError(f"{name}[{position}] is {one!r:.200}, expected a string", field=name)
     if row_count and not names:
         raise InvalidArgumentError(
-            f"{name} is empty, expected one name for each of {row_count} samples; omit it if the samples have no names",
+            f"{name} is empty, expected one name per sample ({row_count} in total). If the samples have no names, omit "
+            f"{name}",
             field=name,
         )
 
 
 def meta_columns_of(custom_meta: MetaGiven, row_count: int | None) -> tuple[list[MetaColumn], int | None]:
-    """Convert custom_meta to columns. Return the columns and the number of samples (None if there are no columns).
+    """Convert custom_meta to columns. Return the columns and the number of samples, or None without columns.
 
     Raises:
-        InvalidArgumentError: a value is not a JSON value, columns differ in length, or `row_count` is given and differs
+        InvalidArgumentError: a value is not a JSON value, columns differ in length, or `row_count` is set and differs
             from the number of samples.
     """
     if isinstance(custom_meta, Mapping):
@@ -897,13 +898,13 @@ def meta_columns_of(custom_meta: MetaGiven, row_count: int | None) -> tuple[list
         if column.present.size != count:
             raise InvalidArgumentError(
                 f"custom_meta[{column.name!r}] has {column.present.size} values, but custom_meta[{columns[0].name!r}] "
-                f"has {count}; give one value per sample",
+                f"has {count}; provide one value per sample",
                 field="custom_meta",
             )
     if count is not None and row_count is not None and count != row_count:
         raise InvalidArgumentError(
-            f"custom_meta is for {count} samples, expected {row_count}: one mapping per sample, or columns with "
-            f"one value per sample",
+            f"custom_meta is for {count} samples, expected {row_count}; provide one mapping per sample, or columns "
+            f"with one value per sample",
             field="custom_meta",
         )
     return columns, count

@@ -1,7 +1,7 @@
-"""Slices of rows to fetch: arguments of calls, requests to storage services, and processing in the client.
+"""Slices of the rows to fetch: call arguments, requests to storage services, and processing in the client.
 
-Storage services slice the rows. The client adds fill values, so that all shares have equal length. It also adds the
-positions of the items.
+Storage services slice the rows. The client adds fill values to make all shares equally long, and adds the positions of
+the items.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tq_service.wire.metadata import NO_INTEGERS, Indexes, expand_runs
 from tq_service.wire.slices import TO_THE_END, RowCut, cut_rows
 
 RowRange: TypeAlias = tuple[int | None, int | None] | slice
-"""Start and stop, as in a Python slice. Steps are not supported."""
+"""A range with a start and a stop, as in a Python slice. Steps are not supported."""
 
 CpLayout: TypeAlias = Literal["contiguous", "zigzag"]
 """How a row is split among context-parallel ranks: one chunk per rank, or two chunks from opposite ends of the row."""
@@ -30,7 +30,7 @@ CpLayout: TypeAlias = Literal["contiguous", "zigzag"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSlice:
-    """The part to fetch from each row of a field. The storage service slices the rows, so only this part is sent.
+    """The part to fetch from each row of a field. The storage service slices the rows and sends only this part.
 
     For the first dimension (tokens), set at most one of `ranges`, `by_row` and `chunks`. For the second dimension, such
     as the layers in routed experts `(tokens, layers, k)`, set `layers`. If no argument is set for a dimension, the
@@ -39,17 +39,17 @@ class RowSlice:
 
     Attributes:
         ranges: `(start, stop)` for all rows, or a sequence of such ranges, which are concatenated in order.
-        by_row: the ranges for each row of the batch, each in the form of `ranges`. Also accepts an integer array of
-            shape `(n, 2)` or `(n, ranges, 2)`.
+        by_row: the ranges for each row of the batch, each in the same form as `ranges`. An integer array of shape `(n,
+            2)` or `(n, ranges, 2)` is also accepted.
         chunks: indexes of the chunks to fetch, which are concatenated in order. Each row is split into `chunk_count`
             chunks of equal length. The last chunks may be shorter or empty.
-        chunk_count: number of chunks per row, for use with `chunks`.
-        align: chunk lengths are rounded up to a multiple of this number.
-        layers: `(start, stop)` in the second dimension, which must have the same size in all rows.
-        fill: value that fills short chunks, so that the shares of all ranks have equal length. Requires `chunks`. If
-            None, chunks are not filled.
-        positions: name of an additional int64 column with the position of each fetched or filled item in its row. If
-            empty, the column is not added.
+        chunk_count: number of chunks per row, used with `chunks`.
+        align: alignment of chunk lengths, which are rounded up to a multiple of this number.
+        layers: `(start, stop)` in the second dimension, whose size must be the same in all rows.
+        fill: value that fills short chunks to make the shares of all ranks equally long. Requires `chunks`. If None,
+            chunks are not filled.
+        positions: name of an additional int64 column that contains the position of each fetched or filled item in its
+            row. If empty, no such column is added.
 
     Raises:
         InvalidArgumentError: the arguments contradict each other.
@@ -73,7 +73,7 @@ class RowSlice:
         if self.align < 1:
             raise _wrong(f"align {self.align}", "at least 1")
         if self.fill is not None and not given[2]:
-            raise _wrong("fill without chunks", "both. To pad rows to a length, use padded")
+            raise _wrong("fill without chunks", "both. To pad rows to a given length, use padded")
 
     @classmethod
     def share(
@@ -86,16 +86,16 @@ class RowSlice:
         fill: Any = None,
         positions: str = "",
     ) -> RowSlice:
-        """Return the slice that selects the share of one rank in a context-parallel group.
+        """Return the slice that selects one rank's share in a context-parallel group.
 
         Args:
             cp_rank: rank in the context-parallel group.
             cp_size: number of ranks in the group.
             layout: "contiguous" assigns chunk i of `cp_size` chunks to rank i. "zigzag" assigns chunks i and `2 *
                 cp_size - 1 - i` of `2 * cp_size` chunks to rank i, which balances the work of causal attention.
-            align: see the attribute of `RowSlice`.
-            fill: see the attribute of `RowSlice`.
-            positions: see the attribute of `RowSlice`.
+            align: see `RowSlice.align`.
+            fill: see `RowSlice.fill`.
+            positions: see `RowSlice.positions`.
         """
         if layout not in get_args(CpLayout):
             raise _wrong(f"layout {layout!r}", "'contiguous' or 'zigzag'")
@@ -112,7 +112,7 @@ class RowSlice:
 
 
 SliceGiven: TypeAlias = RowSlice | RowRange | Sequence[Any] | Any
-"""A slice of a field: a `RowSlice`, a `(start, stop)` or Python slice for all rows, or a list as for `by_row`."""
+"""A slice of a field: a `RowSlice`, a `(start, stop)` or Python slice for all rows, or a list as in `by_row`."""
 
 
 def _wrong(got: str, expected: str) -> InvalidArgumentError:
@@ -133,10 +133,10 @@ class Slices:
 
     @classmethod
     def of(cls, slices: Mapping[str, SliceGiven] | None, row_count: int) -> Slices | None:
-        """Convert the `slices` argument of a call for `row_count` rows. Return None if it contains no slices.
+        """Convert a call's `slices` argument for `row_count` rows. Return None if it contains no slices.
 
         Raises:
-            InvalidArgumentError: a value is not a slice, or has ranges for another number of rows.
+            InvalidArgumentError: a value is not a slice, or has ranges for a different number of rows.
         """
         if not slices:
             return None
@@ -151,7 +151,7 @@ class Slices:
 
     @property
     def is_by_row(self) -> bool:
-        """Whether ranges are set per row. If so, a repeated sample may have two different slices."""
+        """Whether ranges are set per row, in which case a repeated sample may have two different slices."""
         return any(cut.range_counts.size for cut in self.cuts.values())
 
     def with_heads(self, lengths: Mapping[str, int]) -> Slices:
@@ -177,10 +177,10 @@ class Slices:
                     metadata={"field_name": name},
                 )
             if each.positions in wanted:
-                raise _wrong(f"positions={each.positions!r}, which is the name of a field", "another name")
+                raise _wrong(f"positions={each.positions!r}, which is the name of a field", "a different name")
 
     def cut_spec(self, spec: FieldSpec) -> FieldSpec:
-        """Return the spec of a field after its rows have been sliced.
+        """Return a field's spec after its rows have been sliced.
 
         Raises:
             InvalidArgumentError: the field's rows cannot be sliced.
@@ -192,7 +192,7 @@ class Slices:
             what = "objects" if spec.layout is Layout.OBJECT else "scalar rows"
             raise InvalidArgumentError(
                 f"slices has field {spec.name!r} ({spec.describe()}), but {what} cannot be sliced; expected a field of "
-                "tensors of one or more dimensions. Omit it",
+                "tensors with one or more dimensions. Omit the field from slices",
                 field="slices",
                 metadata={"field_name": spec.name},
             )
@@ -203,7 +203,7 @@ class Slices:
         return replace(spec, row_shape=shape)
 
     def position_specs(self, specs: Sequence[FieldSpec]) -> list[FieldSpec]:
-        """Return the specs of the position columns for sliced fields."""
+        """Return the specs of the position columns of sliced fields."""
         found: dict[str, FieldSpec] = {}
         for spec in specs:
             name = self.given[spec.name].positions if spec.name in self.given else ""
@@ -212,7 +212,7 @@ class Slices:
         return list(found.values())
 
     def finish(self, received: Sequence[Received]) -> list[Received]:
-        """Add fill values to the rows of columns, and add the position columns.
+        """Add fill values to the rows of the columns, and add the position columns.
 
         Raises:
             FieldMismatchError: two fields share one position column, but their slices have different positions.
@@ -235,8 +235,8 @@ class Slices:
                 first, known = positions.setdefault(each.positions, (name, found))
                 if not _are_alike(known, found):
                     raise FieldMismatchError(
-                        f"fields {first!r} and {name!r} share column {each.positions!r}, but their slices differ in "
-                        f"position, since their rows differ in length. Use one position column per field",
+                        f"fields {first!r} and {name!r} share column {each.positions!r}, but their slices have "
+                        f"different positions because their rows differ in length. Use one position column per field",
                         field="slices",
                         metadata={
                             "field_name": name,
@@ -284,15 +284,15 @@ def _are_alike(one: Received, other: Received) -> bool:
 
 
 def _filled_up(column: ColumnShape, values: Bytes, lengths: Indexes, fill: Any) -> Received:
-    """Extend the rows of a column in the first dimension to `lengths`, of shape `(n,)`."""
+    """Extend a column's rows in the first dimension to `lengths`, an array of shape `(n,)`."""
     shape = list(column.spec.row_shape or ())
     pattern = fill_pattern(column.spec, fill)
     if column.extents is None:
         shape[0] = int(lengths[0]) if lengths.size else 0
     elif column.spec.ragged_dims != (0,):
         raise InvalidArgumentError(
-            f"slices fills field {column.spec.name!r}, which is {column.spec.describe()}; expected rows that differ "
-            "only in their first dimension. Omit fill",
+            f"slices sets fill for field {column.spec.name!r}, which is {column.spec.describe()}; expected rows that "
+            "differ only in their first dimension. Omit fill",
             field="slices",
             metadata={"field_name": column.spec.name},
         )
@@ -305,7 +305,7 @@ def _filled_up(column: ColumnShape, values: Bytes, lengths: Indexes, fill: Any) 
 
 
 def cut_received(received: Received, cut: RowCut) -> Received:
-    """Cut rows that were received in full, and return the requested parts."""
+    """Slice rows that were received in full, and return the requested parts."""
     column, values = received
     pieces = cut_rows(column, cut)
     starts = column.row_offsets()[pieces.rows] + pieces.starts
@@ -353,8 +353,8 @@ def _by_row(name: str, given: Any) -> tuple[Indexes, Indexes, Indexes]:
         bounds = np.asarray(given)
         if bounds.dtype.kind not in "iu" or bounds.ndim not in (2, 3) or bounds.shape[-1] != 2:
             raise _wrong(
-                f"an array of {bounds.dtype} {list(bounds.shape)} for field {name!r}",
-                "an integer array (n, 2) or (n, ranges, 2)",
+                f"a {bounds.dtype} array of shape {list(bounds.shape)} for field {name!r}",
+                "an integer array of shape (n, 2) or (n, ranges, 2)",
             )
         bounds = bounds.reshape(bounds.shape[0], -1, 2).astype(np.int64)
         counts = np.full(bounds.shape[0], bounds.shape[1], np.int64)
@@ -379,7 +379,7 @@ def _bounds(name: str, given: Any) -> tuple[int, int]:
         raise _wrong(f"{given!r} for field {name!r}", "(start, stop), each an integer or None")
     if isinstance(given, slice):
         if given.step not in (None, 1):
-            raise _wrong(f"a step of {given.step} for field {name!r}", "no step. Fetch the range, then apply the step")
+            raise _wrong(f"a step of {given.step} for field {name!r}", "no step. Apply the step to the fetched range")
         given = given.start, given.stop
     start, stop = given
     if not (_is_bound(start) and _is_bound(stop)):

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans for client calls, enabled by `tq.trace`. OpenTelemetry is imported only by this function."""
+"""OpenTelemetry spans for client calls, enabled by `tq.trace`. Only `tq.trace` imports OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ATTRIBUTES: Final = ("partition_id", "task_name", "dp_rank", "batch_index")
 
 
 def trace() -> None:
-    """Trace the clients of this process. Each call creates a span, which is the parent of the service's spans.
+    """Trace the clients in this process. Each call creates a span, which is the parent of the service's spans.
 
-    The trace context is sent in the metadata of calls, as W3C traceparent unless OTEL_PROPAGATORS is set. The spans are
-    exported by the program's tracer provider. To configure a provider, use for example `opentelemetry-instrument` and
-    its OTEL_* variables. Without a provider, no spans are created. Calling `trace` again has no effect.
+    The trace context is sent in the call metadata, as W3C traceparent unless OTEL_PROPAGATORS is set. The spans are
+    exported by the program's tracer provider. To configure a provider, use a tool such as `opentelemetry-instrument`
+    and its OTEL_* variables. Without a provider, no spans are created. Calling `trace` again has no effect.
 
     Raises:
         InvalidArgumentError: opentelemetry-api is not installed.
@@ -31,7 +31,7 @@ def trace() -> None:
         from opentelemetry import trace as api  # noqa: PLC0415  (as above)
     except ModuleNotFoundError:
         raise InvalidArgumentError(
-            "tq.trace needs opentelemetry-api, which is not installed; install tq-service[traces]"
+            "tq.trace requires opentelemetry-api, which is not installed. Install tq-service[traces]"
         ) from None
     if carriers:
         return

@@ -1,8 +1,8 @@
-"""Shared code of the sync and async clients: addresses, channels, deadlines, retries, outages and waits.
+"""Code shared by the sync and async clients: addresses, channels, deadlines, retries, outages and waits.
 
-Code that differs between asyncio and threads is at the end of the module, in pairs of functions and classes with equal
-interfaces. To generate the sync client, `scripts/unasync.py` replaces the async member of each pair with the sync
-member.
+Code that differs between asyncio and threads is at the end of the module, in pairs of functions and classes with
+identical interfaces. To generate the sync client, `scripts/unasync.py` replaces the async member of each pair with its
+sync counterpart.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ CHANNEL_OPTIONS: Final = (
 
 
 CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
-"""Channel options for cluster controllers. A paused controller may hold calls while another controller takes over."""
+"""Channel options for a cluster of controllers, in which a paused controller may hold calls during a takeover."""
 
 
 class Method(NamedTuple):
@@ -85,7 +85,7 @@ class Method(NamedTuple):
     Attributes:
         name: full name of the method.
         request: request type of the method.
-        is_batched: whether a `CallMany` stream may contain calls of the method.
+        is_batched: whether a `CallMany` stream may contain calls to the method.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Method(NamedTuple):
 
     @property
     def short_name(self) -> str:
-        """Name of the method without its service name."""
+        """Name of the method without the service name."""
         return self.name.rpartition("/")[2]
 
 
@@ -115,7 +115,7 @@ def method_of(answer: Descriptor) -> Method:
 
 
 def resolve_address(address: str | Sequence[str] | None) -> str:
-    """Return the given addresses, joined by commas. The default is `TQ_ADDRESS`, or else localhost:50051.
+    """Return the given addresses joined by commas, or by default `TQ_ADDRESS` or localhost:50051.
 
     Raises:
         InvalidArgumentError: the address is not valid.
@@ -137,7 +137,7 @@ _LONGEST_TRY_SECONDS: Final = 1e9  # gRPC treats a deadline that overflows 64 bi
 LONGEST_PAUSE_SECONDS: Final = 0.5
 _REFUSED_SECONDS: Final = 10.0
 LONGEST_CLUSTER_PAUSE_SECONDS: Final = 0.2
-"""Shorter than for a single controller, because finding the leader may take up to three attempts."""
+"""This pause is shorter than for a single controller, because finding the leader may take up to three attempts."""
 
 _GRPC_MESSAGE: Final = "grpc_message"
 _FINDING: Final = "finding"
@@ -164,7 +164,7 @@ class Deadline:
 class Backoff:
     """Pauses between the attempts of one call, until its deadline. Pauses have jitter and double after each attempt.
 
-    If a controller names another controller as the leader, the next attempt follows without a pause. If this attempt
+    If a controller names another controller as the leader, the next attempt follows without a pause. If that attempt
     also fails, the back-off resumes, because both controllers may be wrong.
     """
 
@@ -176,21 +176,21 @@ class Backoff:
     _has_followed: bool = field(default=False, init=False)
 
     def pause(self) -> float:
-        """Return the next pause in seconds, a random time between half the current step and the full step."""
+        """Return the next pause in seconds: a random time between half the current step and the full step."""
         step = min(self._longest, FIRST_PAUSE_SECONDS * (1 << min(self.tries, 16)))
         self.tries += 1
         return step * (0.5 + self.draw() / 2)
 
     def after(self, failure: TqError) -> float:
-        """Return the seconds to pause before the call is retried.
+        """Return the number of seconds to pause before the call is retried.
 
         Raises:
-            UnavailableError: too little time is left for another attempt, or this attempt timed out. The error contains
-                the reason for the last failure.
-            TqError: the given failure, if a retry cannot succeed.
+            UnavailableError: there is too little time left for another attempt, or the attempt timed out. The error
+                contains the reason for the last failure.
+            TqError: the failure itself, if a retry cannot succeed.
         """
         if isinstance(failure, DeadlineError) and self._last is not None:
-            raise self._given_up(self._last, ", plus one try without an answer") from self._last
+            raise self._given_up(self._last, ", plus one attempt without a response") from self._last
         if not isinstance(failure, UnavailableError):
             raise failure
         names_leader = False
@@ -218,7 +218,7 @@ class Backoff:
 
 
 def unavailable_until(deadline: Deadline, failure: UnavailableError) -> UnavailableError:
-    """Return the error for a put whose deadline passed while the call for its batch kept failing."""
+    """Return the error for a put whose deadline passed while calls for its batch kept failing."""
     return UnavailableError(f"{failure.message}; tried for {deadline.timeout:g} s", metadata=failure.metadata)
 
 
@@ -235,12 +235,12 @@ def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> 
     """Convert the gRPC error of a failed call to a TqError.
 
     If gRPC itself raised the error, the TqError includes the address. If the address is unreachable, the TqError
-    explains why, and its metadata contains the message from gRPC.
+    explains why, and its metadata contains gRPC's message.
 
     Args:
         error: error raised by the call.
         address: address of the service.
-        finding: the diagnosis of the address by `Outage`, if available.
+        finding: the diagnosis that `Outage` made of the address, if available.
     """
     status = status_from_trailers(error.trailing_metadata())
     failure = from_rpc_error(error.code(), error.details(), status)
@@ -260,15 +260,15 @@ def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> 
 
 
 class Outage:
-    """A record of whether the service is reachable on a channel, shared by all calls on the channel. Thread-safe.
+    """A thread-safe record of whether the service is reachable on a channel, shared by all calls on that channel.
 
     Args:
         address: address of the service.
         tls: TLS settings, or None for plaintext.
 
     Attributes:
-        finding: fault of the service at the address, if it was diagnosed here and is not reported by gRPC; otherwise
-            None.
+        finding: fault of the service at the address, if the client diagnosed a fault that gRPC does not report;
+            otherwise None.
     """
 
     def __init__(self, address: str, tls: Tls | None = None) -> None:
@@ -281,12 +281,12 @@ class Outage:
         self._warning_count = 0
 
     def lasts(self, began: float, failure: UnavailableError, remaining_seconds: float) -> None:
-        """Record a failed attempt. Log the outage after five seconds or once its cause is known, and then every minute.
+        """Record a failed attempt. Log the outage after five seconds or when its cause is known, then every minute.
 
         Args:
             began: start time of the attempt, on the monotonic clock.
             failure: the error of the attempt.
-            remaining_seconds: seconds left for retries of the call.
+            remaining_seconds: number of seconds left for retries of the call.
         """
         now = time.monotonic()
         with self._lock:
@@ -343,18 +343,18 @@ def warn_of_wait(reason: WaitReason) -> None:
 
 @dataclass(slots=True)
 class WaitReports:
-    """A schedule for reports about a wait. The wait begins when the object is created."""
+    """A schedule for reports about a wait, which begins when the object is created."""
 
     began_at: float = field(default_factory=time.monotonic)
     next_seconds: float = field(default_factory=lambda: _FIRST_REPORT_SECONDS)
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds waited so far."""
+        """Number of seconds waited so far."""
         return time.monotonic() - self.began_at
 
     def seconds_left(self) -> float:
-        """Return the seconds until the next report is due, or 0 if it is due now."""
+        """Return the number of seconds until the next report is due, or 0 if a report is due now."""
         return max(0.0, self.next_seconds - self.waited_seconds)
 
     def is_due_after(self, seconds: float) -> bool:
@@ -362,17 +362,17 @@ class WaitReports:
         return self.seconds_left() <= seconds + _TOLERANCE_SECONDS
 
     def lasts_after(self, seconds: float) -> bool:
-        """Return whether, in the given number of seconds, the wait will be long enough for an explanation."""
+        """Return whether the wait will be long enough for an explanation after the given number of seconds."""
         return self.waited_seconds + seconds >= _FIRST_REPORT_SECONDS - _TOLERANCE_SECONDS
 
     def made(self) -> None:
-        """Record that a report was just made."""
+        """Record that a report has just been made."""
         self.next_seconds = self.waited_seconds + _NEXT_REPORT_SECONDS
 
 
 _MOST_VALUES: Final = 128  # examining and encoding this many values takes about as long as starting a thread
 HEAVY: Final = range(_MOST_VALUES)
-"""An input for `async_unless_light` that causes the work to run in a thread."""
+"""An input with which `async_unless_light` always runs the work in a thread."""
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
 _BYTES_A_VALUE: Final = 4096  # copying this many bytes takes about as long as processing one value
 
@@ -383,7 +383,7 @@ sleep = time.sleep
 async def async_gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """Run calls concurrently and return their results.
 
-    On the first failure, cancel the other calls and raise the failure.
+    On the first failure, cancel the other calls and raise the error.
     """
     if len(calls) == 1:
         return [await calls[0]()]
@@ -397,7 +397,7 @@ async def async_gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 
 def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Run calls concurrently in threads and return their results. An error is raised after all calls have ended."""
+    """Run calls concurrently in threads and return their results. If one fails, raise its error when all have ended."""
     if len(calls) == 1:
         return [calls[0]()]
     with ThreadPoolExecutor(max_workers=max(1, len(calls)), thread_name_prefix="tq-client") as pool:
@@ -406,9 +406,9 @@ def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 async def async_unless_light(work: Callable[[], T], *inputs: Any) -> T:
-    """Run `work` and return its result. If the inputs are large, run it in a thread to keep the event loop responsive.
+    """Run `work` and return its result. Large inputs are processed in a thread to keep the event loop responsive.
 
-    The thread uses the caller's current streams, so the order of operations on device tensors is preserved.
+    The thread uses the caller's current device streams, which preserves the order of operations on device tensors.
     """
     return work() if are_light(inputs) else await asyncio.to_thread(on_these_streams(work))
 
@@ -419,7 +419,7 @@ def unless_light(work: Callable[[], T], *_inputs: Any) -> T:
 
 
 def are_light(values: Iterable[Any]) -> bool:
-    """Return whether values are quick to process. This is estimated from a few of the values."""
+    """Return whether values are quick to process, estimated from a few of the values."""
     return _left_after(values, _MOST_VALUES) > 0
 
 
@@ -431,21 +431,21 @@ def answer_weight(value_count: int, value_bytes: int) -> range:
 
 @cache
 def has_tensordict() -> bool:
-    """Return whether torch and tensordict are installed, so that batches are returned as TensorDicts."""
+    """Return whether torch and tensordict are installed, in which case batches are returned as TensorDicts."""
     return find_spec("torch") is not None and find_spec("tensordict") is not None
 
 
 def import_tensordict() -> None:
     """Import the libraries that `get_data` uses.
 
-    Call this function before a lease or deadline starts, because the import takes seconds.
+    Call this function before a lease or deadline starts, because the import takes several seconds.
     """
     if has_tensordict():
         import tensordict  # noqa: F401, PLC0415  (optional, slow to import)
 
 
 def _left_after(values: Iterable[Any], left: int) -> int:
-    """Return how many more values may be examined after the given values. Return 0 or less if the limit is reached."""
+    """Return how many more values may be examined after the given values, or 0 or less at the limit."""
     for value in values:
         if value is None:  # None is common, and costs nothing to process
             continue
@@ -465,9 +465,9 @@ def _left_after(values: Iterable[Any], left: int) -> int:
 
 
 def _copied_bytes(value: Any) -> int:
-    """Return the minimum number of bytes copied to encode a value.
+    """Return the minimum number of bytes that must be copied to encode a value.
 
-    Values on a device count as heavy, because the copy from the device blocks.
+    Values on a device count as large, because copying from the device blocks.
     """
     if isinstance(value, _TEXTS):
         return len(value)
@@ -482,7 +482,7 @@ def _copied_bytes(value: Any) -> int:
 
 
 def async_is_of_closing(error: BaseException) -> bool:
-    """Return whether grpc raised this error because the channel was closed, not because the caller was cancelled."""
+    """Return whether grpc raised this error because the channel was closed rather than the caller cancelled."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and not task.cancelling()
@@ -495,7 +495,7 @@ def is_of_closing(error: BaseException) -> bool:
 
 
 async def async_next_answer(call: Any) -> Any | None:
-    """Return the next message of a stream, or None at its end or if this process cancelled the stream."""
+    """Return the next message of a stream, or None if the stream has ended or this process cancelled it."""
     try:
         answer = await call.read()
     except asyncio.CancelledError:
@@ -507,7 +507,7 @@ async def async_next_answer(call: Any) -> Any | None:
 
 
 def next_answer(call: Any) -> Any | None:
-    """Return the next message of a stream, or None at its end or if this process cancelled the stream."""
+    """Return the next message of a stream, or None if the stream has ended or this process cancelled it."""
     try:
         return next(call, None)
     except grpc.RpcError:
@@ -517,7 +517,7 @@ def next_answer(call: Any) -> Any | None:
 
 
 class AsyncSignal:
-    """A signal that wakes the only coroutine waiting for it. A signal set before the wait is not lost."""
+    """A signal that wakes the one coroutine waiting for it. A signal that is set before the wait is not lost."""
 
     __slots__ = ("_is_set", "_waiter")
 
@@ -532,7 +532,7 @@ class AsyncSignal:
             self._waiter.set_result(None)
 
     async def wait_until(self, deadline: Deadline) -> None:
-        """Wait until the signal is set or the deadline passes. Return immediately if it was set since the last wait."""
+        """Wait for the signal or the deadline. If the signal was set since the last wait, return immediately."""
         if not self._is_set:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -545,10 +545,10 @@ class AsyncSignal:
 
 
 class Signal(threading.Event):
-    """A signal that wakes the only thread waiting for it. A signal set before the wait is not lost."""
+    """A signal that wakes the one thread waiting for it. A signal that is set before the wait is not lost."""
 
     def wait_until(self, deadline: Deadline) -> None:
-        """Wait until the signal is set or the deadline passes. Return immediately if it was set since the last wait."""
+        """Wait for the signal or the deadline. If the signal was set since the last wait, return immediately."""
         self.wait(min(deadline.remaining(), threading.TIMEOUT_MAX))
         self.clear()
 
@@ -564,7 +564,7 @@ def metadata_of(token: Metadata | None, trace: Metadata) -> Metadata | None:
 
 
 class _Calls:
-    """Base class of the sync and async forms of unary calls on a channel.
+    """Base class for the sync and async forms of unary calls on a channel.
 
     Args:
         channel: the channel on which to make the calls.
@@ -577,7 +577,7 @@ class _Calls:
         self._opened: dict[tuple[type[Message], bool], Any] = {}
 
     def _alone(self, kind: type[Response], request: bytes, deadline: Deadline) -> Any:
-        """Start a separate call and return the call object. A large request is sent in parts."""
+        """Start a separate call and return the call object. Large requests are sent in parts."""
         name = method_of(kind.DESCRIPTOR).name
         first, *others = in_parts(request, name)
         key = kind, bool(others)
@@ -600,7 +600,7 @@ class UnaryCalls(_Calls):
 
         Raises:
             grpc.RpcError: the call failed.
-            InvalidArgumentError: the request exceeds the size that the service accepts.
+            InvalidArgumentError: the request is larger than the service accepts.
         """
         answer: Response = self._alone(kind, request, deadline)
         return answer
@@ -612,8 +612,8 @@ class UnaryCalls(_Calls):
 class AsyncUnaryCalls(_Calls):
     """Unary calls made in an event loop.
 
-    Concurrent batchable calls share a stream, which reduces the cost for client and service by a third. A single call
-    is made separately. If the service rejects streams, all calls are made separately.
+    Concurrent batchable calls share a stream, which reduces the cost for the client and the service by a third. A
+    single call is made separately. If the service rejects streams, all calls are made separately.
     """
 
     def __init__(self, channel: Any, token: Callable[[], Metadata | None]) -> None:
@@ -628,7 +628,7 @@ class AsyncUnaryCalls(_Calls):
 
         Raises:
             grpc.RpcError: the call failed.
-            InvalidArgumentError: the request exceeds the size that the service accepts.
+            InvalidArgumentError: the request is larger than the service accepts.
         """
         method = method_of(kind.DESCRIPTOR)
         if method.is_batched:
@@ -671,13 +671,13 @@ def _size_of(metadata: Sequence[tuple[str, str]]) -> int:
 
 
 class AsyncBackgroundCalls:
-    """Calls that outlive their caller. They run as asyncio tasks; `drain` waits for these tasks."""
+    """Calls that outlive their caller. Each call runs as an asyncio task, and `drain` waits for these tasks."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Start a call as a task. If the call fails, log its error."""
+        """Start a call as a task. If the call fails, log the error."""
 
         async def logged() -> None:
             with logging_failure():
@@ -700,7 +700,7 @@ class BackgroundCalls:
     """The sync form of `AsyncBackgroundCalls`. Each call is made immediately in the caller's thread."""
 
     def run(self, call: Callable[[], None]) -> None:
-        """Make a call. If the call fails, log its error."""
+        """Make a call. If the call fails, log the error."""
         with logging_failure():
             call()
 
@@ -731,8 +731,9 @@ def async_current_home() -> asyncio.AbstractEventLoop:
     global _async_process_id  # noqa: PLW0603  (state of the process)
     if _async_process_id not in (None, os.getpid()):
         raise PreconditionError(
-            "an AsyncClient cannot be used in a process whose parent used one before the fork: gRPC's asyncio channels "
-            "would hang. Start the process by spawn (multiprocessing.get_context('spawn')), or use tq.Client",
+            "could not use an AsyncClient, because this process was forked after its parent used one, and gRPC's "
+            "asyncio channels would hang. Use multiprocessing.get_context('spawn') to start the process, or use "
+            "tq.Client",
             reason="FORKED_CLIENT",
             metadata={"cause": "fork"},
         )
@@ -741,26 +742,26 @@ def async_current_home() -> asyncio.AbstractEventLoop:
 
 
 def current_home() -> int:
-    """Return the id of this process, which will own newly opened channels. A forked child needs its own channels."""
+    """Return the id of this process, which will own newly opened channels. Each forked child needs its own channels."""
     return os.getpid()
 
 
 def async_is_over(home: asyncio.AbstractEventLoop) -> bool:
-    """Return whether an event loop is closed. If so, its channels can be dropped."""
+    """Return whether an event loop is closed and its channels can be dropped."""
     return home.is_closed()
 
 
 def is_over(home: int) -> bool:
-    """Return whether channels belong to a parent process. If so, this process cannot use them."""
+    """Return whether channels belong to a parent process and cannot be used in this process."""
     return home != os.getpid()
 
 
 def async_leave(
     home: asyncio.AbstractEventLoop, endpoints: Mapping[Any, Any], close: Callable[[], Awaitable[None]]
 ) -> None:
-    """Close channels of another event loop, either in that loop or, if it is not running, by garbage collection.
+    """Close another event loop's channels, either in that loop or, if the loop is not running, by garbage collection.
 
-    Do not wait for the other loop, because it may be waiting for the current loop.
+    This function does not wait for the other loop, because that loop may be waiting for the current one.
     """
     if home.is_running():
         home.call_soon_threadsafe(lambda: asyncio.ensure_future(close()))
@@ -774,5 +775,5 @@ _ABANDONED: Final[list[object]] = []
 
 
 def leave(_home: int, endpoints: Mapping[Any, Any], _close: Callable[[], None]) -> None:
-    """Keep references to a parent process's channels, so that they are not closed."""
+    """Keep references to a parent process's channels to prevent them from being closed."""
     _ABANDONED.append(endpoints)

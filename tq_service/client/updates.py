@@ -20,20 +20,21 @@ _NO_INDEXES = np.zeros(0, np.int64)
 class PartitionUpdate:
     """The current state of the changed parts of a partition.
 
-    An update may contain changes that a previous update already contained, so do not apply updates as differences.
+    An update may repeat changes from a previous update, so do not apply updates as differences.
 
     Attributes:
         partition_id: name of the partition.
-        incarnation: incarnation of the partition, 16 random bytes. The value changes if the partition is cleared and
+        incarnation: incarnation of the partition, as 16 random bytes. The value changes if the partition is cleared and
             created again.
-        cleared: whether to drop all known state of this incarnation, because it was cleared or will be sent again in
-            full. If True, no other attribute is set.
-        summary: summary of the partition; None if unchanged since the previous update.
+        cleared: whether to drop all known state of this incarnation, because the incarnation was cleared or will be
+            sent again in full. If True, no other attribute is set.
+        summary: summary of the partition, or None if the summary has not changed since the previous update.
         samples: samples that were inserted or written to, with keys, groups, all custom_meta, `fields` and `produced`,
-            as returned by `lookup_samples`; None if no samples changed. To read the data, pass the batch to `get_data`.
-        cleared_indexes: global indexes of removed samples, of shape `(n,)`.
-        cleared_keys: keys of the removed samples, of shape `(n,)`, with None for a sample without a key; empty if no
-            removed sample had a key.
+            as returned by `lookup_samples`, or None if no samples changed. To read the data, pass the batch to
+            `get_data`.
+        cleared_indexes: global indexes of the removed samples, as an array of shape `(n,)`.
+        cleared_keys: `n` keys of the removed samples, with None for a sample without a key. Empty if no removed sample
+            had a key.
         tasks: status of the tasks that have made progress.
     """
 
@@ -48,7 +49,7 @@ class PartitionUpdate:
 
     @classmethod
     def from_proto(cls, message: pb.PartitionChange, namespace: Namespace) -> PartitionUpdate:
-        """Return the update that a message contains."""
+        """Return the update contained in a message."""
         name, ranges = namespace.own_name(message.partition_id), message.cleared_samples.index_ranges
         summary = read_message(PartitionSummary, message.summary, partition_id=name)
         return read_message(
@@ -70,10 +71,10 @@ class WatchUpdate:
         partitions: changed partitions, in the order in which to apply the changes. Empty in a periodic update without
             changes.
         revision: revision from which a watch can resume. All changes up to this revision have been yielded. None if
-            further parts of this update follow.
-        is_reset: whether to drop all known state before applying the update. This update and the following updates, up
-            to the next with a revision, form the complete state. True for the first update of a watch without a start
-            revision, and after missed changes.
+            more parts of this update follow.
+        is_reset: whether to drop all known state before applying the update. This update and the following ones, up to
+            the next update with a revision, form the complete state. The attribute is True for the first update of a
+            watch without a start revision, and after missed changes.
     """
 
     partitions: tuple[PartitionUpdate, ...]
@@ -82,7 +83,7 @@ class WatchUpdate:
 
     @classmethod
     def from_proto(cls, message: pb.WatchResponse, namespace: Namespace, *, is_reset: bool) -> WatchUpdate:
-        """Return the update that a message contains."""
+        """Return the update contained in a message."""
         return cls(
             partitions=tuple(PartitionUpdate.from_proto(each, namespace) for each in message.partitions),
             revision=read_message(Revision, message.revision) if message.HasField("revision") else None,

@@ -1,7 +1,7 @@
 """Membership and leader election in a controller cluster, and the id shared by the cluster's controllers.
 
-The leader is the controller that created the leader key under a lease, which it keeps alive. The lease determines only
-which controller tries to write. The log compares epochs to determine whether the controller may write. The leader
+The leader is the controller that created the leader key under a lease and keeps this lease alive. The lease determines
+only which controller tries to write. The log compares epochs to determine whether the controller may write. The leader
 serves reads from memory only while its lease cannot have expired, according to its monotonic clock.
 """
 
@@ -37,8 +37,8 @@ def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
     Args:
         etcd: connection to etcd.
         keys: keys of the cluster.
-        proposed: id in this controller's data directory. It becomes the shared id if etcd does not contain an id. This
-            is the case for the first controller, or after etcd has lost all data.
+        proposed: id in this controller's data directory. The proposed id becomes the shared id if etcd contains no id
+            yet, or has lost all data.
 
     Raises:
         JournalUnreachableError: etcd does not respond.
@@ -68,7 +68,7 @@ class Leader:
     Attributes:
         address: address at which clients reach the leader.
         member_id: id of the leader.
-        epoch: number of the leader's term. It is higher than the epochs of all earlier leaders.
+        epoch: number of the leader's term, which is higher than the epochs of all earlier leaders.
     """
 
     address: str
@@ -86,9 +86,9 @@ class Lease:
 
     Attributes:
         id: id of the lease.
-        epoch: this controller's epoch as the leader, checked by each write to the log. 0 before the election.
+        epoch: this controller's epoch as the leader, which each write to the log checks, or 0 before the election.
         is_over: whether the lease has expired or has been closed.
-        held_until: monotonic time until which the lease cannot expire. Each response from etcd extends it.
+        held_until: monotonic time until which the lease cannot expire, extended by each response from etcd.
 
     Raises:
         JournalUnreachableError: etcd does not respond.
@@ -111,7 +111,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the lease is certain to be valid. The clock also advances while the process is paused."""
+        """Whether the lease is certain to be valid. The clock it uses keeps running while the process is paused."""
         return time.monotonic() < self.held_until
 
     def _keep_alive(self) -> None:
@@ -138,7 +138,7 @@ class Lease:
             pause = interval
 
     def close(self) -> None:
-        """Revoke the lease, which deletes its keys. Another controller can then lead before the lease would expire."""
+        """Revoke the lease and delete its keys, so that another controller can lead before the lease expires."""
         self._closed.set()
         self.held_until, self.is_over = 0.0, True
         if threading.current_thread() is not self._thread:
@@ -174,7 +174,7 @@ class Election:
         return None if found is None else Leader(epoch=found.create_revision, **json.loads(found.value))
 
     def campaign(self, lease: Lease, on_leader: Callable[[Leader], None]) -> Lease:
-        """Wait until this controller leads. Return its lease with `epoch` set. Blocks.
+        """Wait until this controller leads, and return the controller's lease with `epoch` set. Blocks.
 
         Args:
             lease: lease of this controller.
@@ -200,7 +200,7 @@ class Election:
         raise SupersededError("this controller left the election, or its lease expired")
 
     def close(self) -> None:
-        """Leave the election. A running `campaign` raises SupersededError."""
+        """Leave the election, so that a running `campaign` raises SupersededError."""
         self._closed.set()
 
     def publish(self, applied_number: int, lease_id: int) -> None:

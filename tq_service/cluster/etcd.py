@@ -1,6 +1,6 @@
 """A client for etcd, and the keys under which etcd stores the state of a controller cluster.
 
-Each call is sent to a single etcd member. If the member does not respond, the next call is sent to the next member.
+Each call is sent to a single etcd member. If a member does not respond, the next call is sent to the next member.
 
     /tq/<cluster>/0/about            controller id shared by the cluster, written once
     /tq/<cluster>/0/leader           current leader as JSON, under its lease; the leader's epoch is the revision that
@@ -37,9 +37,9 @@ class Position(NamedTuple):
     """A position in the log, after a record.
 
     Attributes:
-        number: number of the last record before the position, or 0 at the beginning of the log.
+        number: number of the last record before the position; 0 at the beginning of the log.
         epoch: epoch of the leader that wrote this record.
-        chain: checksum of all records up to the position. Different logs have different checksums.
+        chain: checksum of all records up to the position, which differs between different logs.
     """
 
     number: int
@@ -133,7 +133,7 @@ class Etcd:
     Args:
         members: addresses of the members in the form "host:port".
         tls: TLS settings. None for plaintext.
-        user: name of an etcd user. None to connect without authentication.
+        user: name of an etcd user, or None to connect without authentication.
         password_file: path of the password file, which is read each time a token is requested.
 
     Raises:
@@ -183,7 +183,7 @@ class Etcd:
                 self._channels.clear()
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the call metadata that authenticates the user. Request a token if necessary."""
+        """Return the call metadata that authenticates the user, and request a token if necessary."""
         if self._user is None:
             return ()
         if self._token is None:
@@ -212,7 +212,7 @@ class Etcd:
         """Send a request to the current member and return the response.
 
         Raises:
-            JournalUnreachableError: the member did not respond. The call may or may not have taken effect. The next
+            JournalUnreachableError: the member did not respond. The call may or may not have taken effect, and the next
                 call is sent to the next member.
             InvalidArgumentError: etcd rejected the call permanently.
         """
@@ -231,7 +231,7 @@ class Etcd:
         if code in _TRIED_AGAIN:
             self._next_member(address)
             raise JournalUnreachableError(
-                f"etcd at {address} does not answer ({code.name}: {details}); no acknowledged data is "
+                f"etcd at {address} does not respond ({code.name}: {details}); no acknowledged data is "
                 "lost, and the service resumes when a majority of etcd's members responds",
                 metadata={"address": address},
             )
@@ -286,7 +286,7 @@ def is_value(key: bytes, value: bytes) -> pb.EtcdCompare:
 
 
 def is_created_at(key: bytes, revision: int) -> pb.EtcdCompare:
-    """Return the condition that a key was created in the given revision, or does not exist if `revision` is 0."""
+    """Return the condition that a key was created in the given revision or, if `revision` is 0, does not exist."""
     return pb.EtcdCompare(result=0, target=1, key=key, create_revision=revision)
 
 

@@ -1,14 +1,14 @@
 """The log of a controller cluster, stored in etcd. The log survives the loss of any host and has a single writer.
 
-Each write is a transaction that compares the leader key and the end of the log. A superseded controller that still
-considers itself the leader therefore cannot write. The lease determines which controller tries to write, and the
+Each write is a transaction that compares the leader key and the end of the log. Therefore, a superseded controller that
+still considers itself the leader cannot write. The lease determines which controller tries to write, and the
 transaction determines whether the write succeeds. If the response to a write is lost, the end of the log shows whether
 the write succeeded.
 
-Records are stored in batches, with a transaction per batch. A batch that exceeds etcd's size limit is split into
-chunks. The first chunk is written last, together with the new end of the log. Any keys after the end are left over from
-a failed attempt and are ignored. Each batch contains a checksum of all earlier batches, so logs that differ at a record
-also differ at every later record.
+Records are stored in batches, with one transaction per batch. A batch that exceeds etcd's size limit is split into
+chunks. The first chunk is written last, together with the new end of the log. Any keys after the end of the log are
+left over from a failed attempt and are ignored. Each batch contains a checksum of all earlier batches, so logs that
+differ at a record also differ at every later record.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Header(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch of consecutive records. An empty batch marks a new leader or a rotation, and uses up a record number.
+    """A batch of consecutive records. An empty batch marks a new leader or a rotation, and consumes one record number.
 
     Attributes:
         before: end of the log before the batch.
@@ -151,17 +151,17 @@ _POSITION_FILE: Final = "etcd-position"
 
 
 class EtcdBackend:
-    """A `LogBackend` that stores the log in etcd. A standby follows the log. A leader reads the log, then writes to it.
+    """A `LogBackend` that stores the log in etcd. A standby follows the log; the leader reads it, then appends to it.
 
     Args:
         etcd: connection to etcd, closed by the caller.
         keys: keys of the cluster.
         member_id: id of this controller.
-        directory: directory of the file that records the last position seen by this controller.
-        accept_loss: whether to continue if etcd has lost records. If false, `read` raises an error.
+        directory: directory that contains the file with the last position seen by this controller.
+        accept_loss: whether to continue if etcd has lost records; if false, `read` raises an error.
 
     Attributes:
-        leadership: lease under which this controller leads. None on a standby.
+        leadership: lease under which this controller leads, or None on a standby.
     """
 
     is_blocking = True
@@ -209,7 +209,7 @@ class EtcdBackend:
         """Yield the batches up to the position `end`, starting with the batch that contains record `number`.
 
         Raises:
-            PreconditionError: the record was truncated.
+            PreconditionError: the record has been truncated.
             JournalDamagedError: a batch is missing or differs from the written batch.
         """
         number = max(number, 1)
@@ -253,7 +253,7 @@ class EtcdBackend:
 
     @property
     def last_number(self) -> int | None:
-        """Number of the last record in the log, or None on a standby. Valid after `read` has been exhausted."""
+        """Number of the last record in the log, or None on a standby. Only valid once `read` is exhausted."""
         return None if self.leadership is None else self._end.number
 
     @property
@@ -265,9 +265,9 @@ class EtcdBackend:
         """Yield the records starting at the rotation `number`, or all records if `number` is 0.
 
         Raises:
-            PreconditionError: some of these records were truncated. Start from a snapshot.
-            JournalDamagedError: etcd lacks records that this controller has seen. For example, etcd was restored from a
-                backup.
+            PreconditionError: some of these records have been truncated, so the caller must start from a snapshot.
+            JournalDamagedError: etcd lacks records that this controller has seen, for example because etcd was restored
+                from a backup.
             SupersededError: another controller has become the leader.
             JournalUnreachableError: etcd does not respond.
         """
@@ -293,7 +293,7 @@ class EtcdBackend:
 
         Args:
             number: number of this controller's newest snapshot.
-            end: end of the log. None to read the end from etcd.
+            end: end of the log, or None to read the end from etcd.
 
         Raises:
             JournalDamagedError: records are missing, and `accept_loss` is false.
@@ -330,7 +330,7 @@ class EtcdBackend:
         """Yield all durable records starting at `number`, and each new record once it is durable. Never returns.
 
         Raises:
-            PreconditionError: some of these records were truncated. Start from a snapshot.
+            PreconditionError: some of these records have been truncated, so the caller must start from a snapshot.
             JournalDamagedError: the log in etcd has become shorter.
         """
         self._followed_from = number
@@ -359,7 +359,7 @@ class EtcdBackend:
                 await asyncio.sleep(_LOOK_SECONDS)
 
     def _next_batches(self, number: int) -> tuple[Position, list[Batch]]:
-        """Return the end of the log, and the next batches up to a limit. Blocks, so it must run in a thread."""
+        """Return the end of the log and the next batches, up to a limit. Blocks, so it must run in a thread."""
         end = self.end()
         return end, list(islice(self.batches(number, end), _BATCHES_A_READ))
 
@@ -370,8 +370,8 @@ class EtcdBackend:
 
         Raises:
             JournalUnreachableError: etcd does not respond. A retry determines whether the batch was written.
-            SupersededError: another controller leads, so this controller can no longer write. The batch may or may not
-                have been written.
+            SupersededError: another controller leads, so this controller can no longer write to the log. The batch may
+                or may not have been written.
             InvalidArgumentError: etcd rejected the batch permanently.
         """
         batch = self._attempt or Batch.of(self._end, self._led_epoch, records)
@@ -399,7 +399,7 @@ class EtcdBackend:
                 return
 
     def _is_written(self, batch: Batch) -> bool:
-        """Return whether the log ends with `batch`. Raise SupersededError if another controller has written a batch."""
+        """Return whether the log ends with `batch`, or raise SupersededError if another controller wrote a batch."""
         found = self._etcd.get(self._keys.last, seconds=0.0)
         value = b"" if found is None else found.value
         if value == batch.after.encode():
@@ -415,7 +415,7 @@ class EtcdBackend:
         return self.leadership.epoch
 
     def _is_leader(self) -> pb.EtcdCompare:
-        """Return the etcd condition that this controller is still the leader."""
+        """Return an etcd condition that holds while this controller is still the leader."""
         return is_created_at(self._keys.leader, self._led_epoch)
 
     def _superseded(self) -> SupersededError:
@@ -435,7 +435,7 @@ class EtcdBackend:
             writer.file.write((self._seen if self.leadership is None else self._end).encode())
 
     def truncate_before(self, number: int) -> None:
-        """Publish the first record that this controller needs. The leader also deletes records that are not needed."""
+        """Publish the first record that this controller needs. The leader also deletes unneeded records."""
         key = self._keys.snapshots + self._member_id.encode()
         self._etcd.ask(pb.EtcdTxnRequest(success=[put(key, b"%d" % number)]))
         if self.leadership is None:

@@ -1,1 +1,1 @@
-"""Drop-in replacements for other data planes, built on this package's clients. Supports only TransferQueue so far."""
+"""Drop-in replacements for other data planes, built on tq_service's clients. Only TransferQueue is supported so far."""

@@ -1,4 +1,4 @@
-"""Location of the `transfer_queue` package that replaces TransferQueue. Put its directory first on PYTHONPATH.
+"""Directory of the `transfer_queue` package that replaces TransferQueue. Put the directory first on PYTHONPATH.
 
 python -m tq_service.compat.transfer_queue --path
 """
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Final
 
 SITE: Final = Path(__file__).parent / "site"
-"""The directory to put on PYTHONPATH. It contains only the `transfer_queue` package."""
+"""The directory to put on PYTHONPATH, which contains only the `transfer_queue` package."""
 
 
 def main() -> None:
-    """Print the directory that contains the package."""
+    """Print the directory that contains the `transfer_queue` package."""
     parser = argparse.ArgumentParser(prog="python -m tq_service.compat.transfer_queue", description=__doc__)
-    parser.add_argument("--path", action="store_true", required=True, help="print the directory for PYTHONPATH")
+    parser.add_argument("--path", action="store_true", required=True, help="print the directory to put on PYTHONPATH")
     parser.parse_args()
     print(SITE)
 

@@ -1,10 +1,10 @@
-"""Flat columns of a batch, row selection, and splitting into micro-batches.
+"""Flat columns of batches, selection of rows, and splitting of batches into micro-batches.
 
 Torch supports few operations on nested tensors, and some operations convert rows of equal length to a dense tensor.
 This module operates on the underlying values and offsets, so jagged fields always stay jagged.
 
-Each micro-batch owns its memory. A trainer can modify it in place without affecting other micro-batches or the batch
-kept for `reset()`. The batch can be freed while its micro-batches are in use.
+Each micro-batch owns its memory. A trainer can modify a micro-batch in place without affecting other micro-batches or
+the batch kept for `reset()`. The batch can be freed while its micro-batches are in use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ProcessBatch = Callable[..., Iterable[Item]]
 
 
 class ItemOptions(Generic[Item]):
-    """Base class of dataset options that determine the item type, so that type checkers can infer it."""
+    """Base class of dataset options that determine the item type, so that type checkers can infer this type."""
 
     __slots__ = ()
 
@@ -47,7 +47,7 @@ class JaggedColumn:
     Attributes:
         values: all rows, concatenated along dimension `ragged_dim - 1`.
         pattern: offsets that split the values into rows. Columns with the same row lengths share a pattern.
-        ragged_dim: ragged dimension of the nested tensor. 1 if rows differ in their first dimension.
+        ragged_dim: ragged dimension of the nested tensor. The value is 1 if rows differ in their first dimension.
     """
 
     values: torch.Tensor
@@ -56,7 +56,7 @@ class JaggedColumn:
 
 
 FlatColumn = torch.Tensor | JaggedColumn | list[Any]
-"""A tensor of equally shaped rows, `(n, ...)`, a jagged column, or a list of objects or irregularly shaped rows."""
+"""A tensor `(n, ...)` of equally shaped rows, a jagged column, or a list of objects or irregularly shaped rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def flatten(batch: TensorDict) -> FlatBatch:
             differs from the number of rows.
     """
     if len(batch.batch_size) != 1:
-        raise ValueError(f"got a TensorDict of batch size {tuple(batch.batch_size)}; expected one dimension, (n,)")
+        raise ValueError(f"got a TensorDict with batch size {tuple(batch.batch_size)}; expected one dimension, (n,)")
     patterns: list[RowPattern] = []
     columns: dict[FieldKey, FlatColumn] = {}
     for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf):
@@ -136,7 +136,10 @@ def flatten(batch: TensorDict) -> FlatBatch:
 
 
 def _is_leaf(kind: type) -> bool:
-    """Return whether a TensorDict entry of this type is a column. tensordict 0.6 has no public function for this."""
+    """Return whether a TensorDict entry of this type is a column.
+
+    tensordict 0.6 has no public function for this check.
+    """
     return not is_tensor_collection(kind) or issubclass(kind, NonTensorData | NonTensorStack)
 
 
@@ -179,7 +182,7 @@ def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
 
 
 def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
-    """Return an equal pattern from `patterns`. If there is none, append `pattern` and return it."""
+    """Return an equal pattern from `patterns`, or append `pattern` and return it if there is no equal pattern."""
     for each in patterns:
         if each.offsets.dtype == pattern.offsets.dtype and np.array_equal(each.bounds, pattern.bounds):
             return each
@@ -203,7 +206,10 @@ def object_bytes(value: Any) -> int:
 
 
 def take_rows(data: TensorDict, positions: Sequence[int] | Positions) -> TensorDict:
-    """Return a batch of the rows at `positions`, in order. Jagged fields stay jagged. For use in process_batch_fn."""
+    """Return a batch of the rows at `positions`, in this order. Jagged fields stay jagged.
+
+    This function is intended for use in process_batch_fn.
+    """
     return build(select_rows(flatten(data), np.asarray(positions, dtype=np.int64)))
 
 
@@ -259,8 +265,8 @@ _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 def _copied(values: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Copy ranges of a tensor and concatenate the copies.
 
-    CPU tensors are copied by NumPy in the current thread. Torch would distribute the copy over its thread pool. This
-    takes longer than the copy itself, and much longer if the CPUs are busy.
+    CPU tensors are copied by NumPy in the current thread. Torch would distribute the copy across its thread pool.
+    Distributing the work takes longer than the copy itself, and much longer if the CPUs are busy.
     """
     if values.device.type != "cpu" or values.requires_grad or values.is_conj() or values.is_neg():
         return torch.cat([values.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
@@ -315,7 +321,10 @@ def micro_batch_count(meta: BatchMeta, micro_batch_size: int | None) -> int:
 
 
 def part_of(meta: BatchMeta, pack: Pack, step_index: int) -> BatchMeta:
-    """Return the meta of a pack's samples. Its only step contains this pack, and its totals are those of the step."""
+    """Return the meta of a pack's samples.
+
+    The only step in this meta contains this pack, and the totals in this meta are those of the original step.
+    """
     whole = replace(pack, positions=tuple(range(len(pack.positions))))
     # Drop the steps first. Selecting from all steps for every pack would take quadratic time.
     samples = replace(meta, steps=(), totals=()).select_samples(pack.positions)

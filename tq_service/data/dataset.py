@@ -72,7 +72,7 @@ OpenRest = Callable[[BatchSource, int, StreamIdentity | None], BatchStream]
 
 
 class StreamingDataset(IterableDataset[Item]):
-    """An iterable dataset of the micro-batches of one DP rank.
+    """An iterable dataset that yields the micro-batches of one DP rank.
 
     Each item is a pair `(micro_batch, meta)`: a TensorDict and the `BatchMeta` of its samples. With `pack`, each item
     is a `PackedMicroBatch`. With `process_batch_fn`, the dataset yields the items returned by this function. Type
@@ -96,7 +96,7 @@ class StreamingDataset(IterableDataset[Item]):
 
     If the partition contains samples but the task receives none of them, all ranks raise `NothingDeliveredError` at the
     end of the partition. If only some samples were skipped, the dataset logs a warning with the counts and reasons at
-    the end.
+    the end of the partition.
 
     All DP ranks yield the same number of micro-batches, so collectives match on all ranks. An empty micro-batch has
     0 rows and the same fields, dtypes and layouts as other micro-batches. An undeclared field is dense until a row with
@@ -109,13 +109,13 @@ class StreamingDataset(IterableDataset[Item]):
         batch_size: number of samples (or rollouts or groups, see `batch_unit`) per batch and rank.
         micro_batch_size: number of samples per micro-batch. By default, the batch is a single micro-batch unless the
             sampler splits it.
-        data_fields: fields to fetch. A sample is ready when all of these fields are stored.
+        data_fields: fields to fetch. A sample is ready when all of its `data_fields` are stored.
         partition_id: partition to consume. If the partition does not exist yet, the dataset waits for it.
         task_name: name of the consuming task. Each task consumes the partition independently.
         dp_rank: DP rank of this process. Replicas of a rank pass the same number and receive the same batches. If
-            `dp_rank`, `dp_size` and `dp_group` are all None and torch.distributed is initialized, rank and size are
-            those of its world group. With a replica or context-parallel group, this default raises an error. Without
-            torch.distributed, the default is 0.
+            `dp_rank`, `dp_size` and `dp_group` are all None and torch.distributed is initialized, the rank and size are
+            taken from its world group. With a replica or context-parallel group, relying on this default raises an
+            error. Without torch.distributed, the default is 0.
         dp_size: number of DP ranks. Defaults to the world size as described for `dp_rank`, otherwise to 1.
         dp_group: `DeviceMesh` or process group of the DP ranks, which determines `dp_rank` and `dp_size`. The
             dimensions of a multi-dimensional mesh, for example for hybrid sharding, are flattened.
@@ -132,32 +132,34 @@ class StreamingDataset(IterableDataset[Item]):
         cp_fields: fields with one value per token, whose rows are split among the ranks of the context-parallel group.
             Micro-batches contain an additional field, `cp_positions`, with the position of each token in its full row.
         cp_layout: how rows are split into shares; see `RowSlice.share`.
-        cp_align: each chunk is padded to a multiple of this length. With `pack`, it is derived from `pack.align`.
-        cp_fill: padding value that makes all shares of a row equally long. Pass a single value for all `cp_fields`, or
-            a value per field.
-        read_options: additional arguments of `Client.get_data`: slices, padded, pad_value, length, side, mask and
+        cp_align: each chunk is padded to a multiple of this length. With `pack`, this length is derived from
+            `pack.align`.
+        cp_fill: padding value used to make all shares of a row equally long. Pass a single value for all `cp_fields`,
+            or one value per field.
+        read_options: additional arguments for `Client.get_data`: slices, padded, pad_value, length, side, mask and
             truncate.
         sampler: name of the sampler, or a sampler object such as
             `tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=8)`.
         sampler_config: options of a sampler given by name.
-        finite: whether iteration ends when all samples inserted so far are consumed. If false, the dataset waits for
-            more batches until the partition is sealed.
-        fetch_batch_fn: function to call instead of `fetch_batch`; its docstring lists the keyword arguments. The
+        finite: whether iteration ends when all samples inserted so far have been consumed. If false, the dataset waits
+            for more batches until the partition is sealed.
+        fetch_batch_fn: function to call instead of `fetch_batch`, whose docstring lists the keyword arguments. The
             function runs in the prefetching thread or worker process, and must be picklable with spawn and forkserver.
-            If it claims as a queue worker, use at most one loader worker, because the loader delivers batches in index
-            order rather than in arrival order.
+            If the function claims batches as a queue worker, use at most one loader worker, because the loader delivers
+            batches in index order rather than in arrival order.
         process_batch_fn: function called in the consumer's thread as `process_batch_fn(data, meta,
-            micro_batch_size=...)`, instead of `split_micro_batches`. It returns an iterable of the items to yield.
+            micro_batch_size=...)`, instead of `split_micro_batches`. The function returns an iterable of the items to
+            yield.
         pack: packing options. If given, the dataset yields a `PackedMicroBatch` of `pack.pack_max_length` tokens for
-            each planned pack, as `split_packs` does. Use the sampler `packed`. With `cp_fields`, each rank of the
-            context-parallel group receives its share of each sequence, padded to the same length as the pack.
-            `cp_fields` must then list all fields with one value per token.
+            each planned pack, as `split_packs` does. Use the `packed` sampler with this option. With `cp_fields`, each
+            rank of the context-parallel group receives its share of each sequence, padded to the same length as the
+            pack. `cp_fields` must then list all fields with one value per token.
         layout: layout of the fetched fields; see `Client.get_data`. By default, each field has its own layout.
-        max_uses: number of times a sample is delivered before it counts as consumed; see `Client.claim`. The default is
-            once.
+        max_uses: number of times a sample is delivered before it counts as consumed; see `Client.claim`. By default,
+            each sample is delivered once.
         unmatched: how to treat samples that do not match `where`; see `Client.claim`.
-        least_members: a group with fewer remaining members is evicted; see `Client.claim`. By default, groups are not
-            evicted.
+        least_members: minimum number of remaining members, below which a group is evicted; see `Client.claim`. By
+            default, groups are not evicted.
         refill: `(partition_id, task_name)` of the task that regenerates evicted units; see `Client.claim`. By default,
             evicted units are not regenerated.
         max_refills: maximum number of refills per sample, if `refill` is given.
@@ -168,25 +170,28 @@ class StreamingDataset(IterableDataset[Item]):
         drop_last: whether to drop an incomplete last batch.
         batch_unit: whether `batch_size` counts samples, rollouts or groups.
         version_lag: how many batches may be planned ahead of the published version of `policy`, regardless of
-            prefetching. 0 means on-policy training. The trainer publishes a version after each batch
+            prefetching. A lag of 0 means on-policy training. The trainer publishes a version after each batch
             (`Client.publish_version`). By default, the lag is unlimited.
-        first_version: version of `policy` that trains on batch `start_batch_index`. Used only with `version_lag`.
+        first_version: version of `policy` that trains on batch `start_batch_index`. This version is used only with
+            `version_lag`.
         policy: name of the trained policy.
         replay_buffer_bytes: maximum total size of the batches kept in memory for `reset()`, starting with the first
             batch. Only tensors, arrays, strings and images are counted. With 0, no batches are kept, so all batches are
             fetched again after `reset()`.
         max_wait: seconds that a single call waits for a batch before the call is repeated. Values above 10 have no
             additional effect.
-        timeout: seconds that a call may take beyond `max_wait`, including retries. Shorter outages are tolerated.
-        client_factory: called with `address` to open the sync client, instead of `Client(address, ...)`. It must pass
-            `token`, `tls`, `insecure` and `namespace` itself.
-        token: bearer token, or path of a token file, as in `Client(token=...)`. It is also passed to worker processes.
+        timeout: seconds that a call may take beyond `max_wait`, including retries. Outages shorter than this time are
+            tolerated.
+        client_factory: function called with `address` to open the sync client, instead of `Client(address, ...)`. The
+            function must pass `token`, `tls`, `insecure` and `namespace` itself.
+        token: bearer token, or path of a token file, as in `Client(token=...)`. The token is also passed to worker
+            processes.
         tls: TLS settings of the connection, as in `Client(tls=...)`.
         insecure: whether the token may be sent in plaintext, as in `Client(insecure=...)`.
         namespace: namespace of the partition, as in `Client(namespace=...)`.
-        on_wait: called with the `WaitReason` after a wait of 10 s, and then every minute. The callback runs in the
-            thread or worker process that fetches batches, and must be picklable for a worker process. By default, the
-            reason is logged as a warning.
+        on_wait: function called with the `WaitReason` after a wait of 10 s, and every minute thereafter. The callback
+            runs in the thread or worker process that fetches batches, and must be picklable for a worker process. By
+            default, the reason is logged as a warning.
 
     Raises:
         InvalidArgumentError: an argument is invalid.
@@ -353,7 +358,7 @@ class StreamingDataset(IterableDataset[Item]):
 
     @property
     def step_timer(self) -> StepTimer:
-        """Breakdown of the trainer's step times. Print it with `print(dataset.step_timer)`."""
+        """Breakdown of the trainer's step times. Use `print(dataset.step_timer)` to print the breakdown."""
         return self._step_timer
 
     @property
@@ -368,7 +373,7 @@ class StreamingDataset(IterableDataset[Item]):
 
     @property
     def batch_index(self) -> int:
-        """Index of the batch after the last delivered one."""
+        """Index of the batch after the last delivered batch."""
         return self._batch_index
 
     @property
@@ -393,7 +398,7 @@ class StreamingDataset(IterableDataset[Item]):
 
         Args:
             open_stream: function that opens a stream of batches.
-            split: function that splits a batch, used if the stream has not already split it.
+            split: function that splits a batch, used if the stream has not split the batch already.
         """
         return timed(self._iterate(open_stream, split), self.step_timer)
 
@@ -443,7 +448,7 @@ class StreamingDataset(IterableDataset[Item]):
 
         Args:
             open_rest: function that opens the stream of fetched batches.
-            device: device to which batches are uploaded, see `may_upload_ahead`. By default, batches stay on the CPU.
+            device: device to which batches are uploaded; see `may_upload_ahead`. By default, batches stay on the CPU.
         """
         kept = self._buffer.following(self._batch_index)
         first = self._batch_index + len(kept)
@@ -460,11 +465,17 @@ class StreamingDataset(IterableDataset[Item]):
 
     @property
     def may_split_ahead(self) -> bool:
-        """Whether a background thread may split batches. False with `process_batch_fn`, `pack` or a replica group."""
+        """Whether a background thread may split batches.
+
+        The value is False with `process_batch_fn`, `pack` or a replica group.
+        """
         return self._replicas is None and self._follows_plan
 
     def may_upload_ahead(self, device: torch.device) -> bool:
-        """Return whether batches may be uploaded before they are read. Replicas allow it if they use the device."""
+        """Return whether batches may be uploaded before they are read.
+
+        Replicas allow early uploads if they use the device.
+        """
         return self._replicas is None or self._replicas.sends_from(device)
 
     def _accept(self, batch: FetchedBatch) -> None:
@@ -506,7 +517,7 @@ class StreamingDataset(IterableDataset[Item]):
             self._warned_of_dropped = self._identity
             _log.warning(
                 "batch %s of partition %r drops %s samples that are too long for sampler %r (the first is %s); task %r "
-                "never gets them. The warning at the end reports the total",
+                "never receives these samples. A warning at the end of the stream reports the total",
                 batch.index, self.partition_id, len(dropped), self._source.request.sampler, dropped[0],
                 self._source.request.task_name,
             )  # fmt: skip
@@ -582,8 +593,8 @@ class StreamingDataset(IterableDataset[Item]):
 
         Args:
             state_dict: a state returned by `state_dict()`.
-            restart: whether to restart the ranks even if `dp_size` is unchanged. Required with `max_staleness` if
-                batches were trained after the state was saved.
+            restart: whether to restart the ranks even if `dp_size` is unchanged. A restart is required with
+                `max_staleness` if training continued after the state was saved.
 
         Raises:
             InvalidArgumentError: the state is malformed, or was saved with a different task or batch size.
@@ -624,7 +635,7 @@ class StreamingDataset(IterableDataset[Item]):
         if micro_batch_index:
             _log.warning(
                 "the state was saved in the middle of batch %s. This batch is planned again because the ranks restart, "
-                "so the samples of its first %s micro-batches are trained again",
+                "so its first %s micro-batches are used for training again",
                 batch_index, micro_batch_index,
             )  # fmt: skip
         try:
@@ -643,13 +654,14 @@ class StreamingDataset(IterableDataset[Item]):
             return epoch  # no rank had claimed a batch of this partition when the state was saved
         if restarted.repeated_batch_count:
             _log.warning(
-                "batches were trained after the state was saved, so %s samples of batches %s to %s are trained again",
+                "training continued after the state was saved, so %s samples of batches %s to %s are used for training "
+                "again",
                 restarted.repeated_sample_count, batch_index, batch_index + restarted.repeated_batch_count - 1,
             )  # fmt: skip
         return int(restarted.epoch)
 
     def _state_must_fit(self) -> dict[str, Any]:
-        """Return the arguments that must match a loaded state, because its position depends on them."""
+        """Return the arguments that must match a loaded state, because the state's position depends on them."""
         names = ("task_name", "dp_size", "batch_size", "batch_unit", "micro_batch_size")
         return {name: getattr(self._source.request, name) for name in names}
 
@@ -830,16 +842,16 @@ class StreamingDataLoader(Generic[Item]):
 
     Args:
         dataset: the dataset to iterate over.
-        num_workers: number of worker processes that fetch batches. With 0, a background thread fetches them.
+        num_workers: number of worker processes that fetch batches. With 0, a background thread fetches the batches.
         prefetch_factor: number of batches to prefetch per worker, or in total without workers. With 0, which is only
             valid without workers, batches are fetched in the consumer's thread. This is required if fetch_batch_fn
             takes part in collectives.
         multiprocessing_context: how workers are started: "fork", "spawn", "forkserver" or a context. Defaults to
             forkserver, or to fork if fetch_batch_fn cannot be pickled. Each worker opens its own sync client. Forking
             is safe with open clients in this process, provided that no thread is inside a call while the workers start.
-        prefetch_bytes: maximum number of bytes that are prefetched or in flight, over all workers. A batch of unknown
-            size is assumed to be as large as the largest batch so far. If no batch is prefetched or in flight, the next
-            batch is fetched regardless of its size.
+        prefetch_bytes: maximum number of bytes prefetched or in flight across all workers. A batch of unknown size is
+            assumed to be as large as the largest batch so far. If no batch is prefetched or in flight, the next batch
+            is fetched regardless of its size.
         persistent_workers: whether worker processes keep running between iterators.
         device: CUDA device, such as "cuda:0", for micro-batches and packs. Non-tensor data stays on the CPU. During
             each training step, the next batch is uploaded in a single copy from pinned memory and split on the device.
@@ -893,7 +905,7 @@ class StreamingDataLoader(Generic[Item]):
 
     @property
     def batch_index(self) -> int:
-        """Index of the batch after the last delivered one."""
+        """Index of the batch after the last delivered batch."""
         return self.dataset.batch_index
 
     def __iter__(self) -> Iterator[Item]:
@@ -925,7 +937,7 @@ class StreamingDataLoader(Generic[Item]):
 
     @property
     def step_timer(self) -> StepTimer:
-        """Breakdown of the trainer's step times. Print it with `print(loader.step_timer)`."""
+        """Breakdown of the trainer's step times. Use `print(loader.step_timer)` to print the breakdown."""
         return self.dataset.step_timer
 
     @property
@@ -986,7 +998,7 @@ class StreamingDataLoader(Generic[Item]):
     def close(self) -> None:
         """Stop fetching, and end the background thread or the workers. Idempotent.
 
-        A new iterator starts the thread or workers again. Logs a warning if prefetched batches were not delivered,
+        A new iterator starts the thread or workers again. A warning is logged if prefetched batches were not delivered,
         because the service counts their samples as consumed.
         """
         fetching, self._fetching = self._fetching, None
@@ -1003,8 +1015,8 @@ class StreamingDataLoader(Generic[Item]):
         if count > 0:
             _log.warning(
                 "the loader of task %r of partition %r was closed with %s prefetched batches that were not delivered, "
-                "starting with batch %s. They count as consumed: a loader that resumes from this loader's state "
-                "gets them, but a loader that starts after reset_consumption(keep_consumed=True) does not",
+                "starting with batch %s. These batches count as consumed: a loader that resumes from this loader's "
+                "state receives them, but a loader that starts after reset_consumption(keep_consumed=True) does not",
                 self.dataset.source.request.task_name, self.dataset.partition_id, count, self.batch_index,
             )  # fmt: skip
 

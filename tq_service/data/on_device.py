@@ -34,19 +34,22 @@ from tq_service.wire.host_memory import PINNED
 from tq_service.wire.mapping import Bytes
 
 Split = Callable[[FetchedBatch], Iterator[Any]]
-"""Function that splits a batch. It returns an iterator over the items that the loader yields."""
+"""Function that splits a batch. The function returns an iterator over the items that the loader yields."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivingItem:
-    """A loader item with its tensors. The consumer's stream may use them only after `receive`."""
+    """A loader item with its tensors. The consumer's stream may use the tensors only after a call to `receive`."""
 
     item: Any
     tensors: Sequence[torch.Tensor]
     arrival: Arrival
 
     def receive(self) -> Any:
-        """Make the tensors available in the current stream, and return the item. Call this in the consumer's thread."""
+        """Make the tensors available in the current stream, and return the item.
+
+        Call this method in the consumer's thread.
+        """
         self.arrival.take(self.tensors)
         return self.item
 
@@ -119,7 +122,7 @@ class DeviceFeed:
         return replace(batch, data=data, arrival=arrival, measured_bytes=measured)
 
     def release(self) -> None:
-        """Release host memory that is no longer needed, because its uploads are complete."""
+        """Release host memory that is no longer needed because uploads from the memory are complete."""
         PINNED.tidy()
 
     def split(self, split: Split) -> Split:
@@ -164,7 +167,7 @@ class UploadingFetcher:
 
     @property
     def fetched_until(self) -> int:
-        """Index after the last fetched batch."""
+        """Index of the batch after the last fetched batch."""
         return self._fetcher.fetched_until
 
     def request(self, batch_index: int) -> None:
@@ -187,7 +190,7 @@ class UploadingFetcher:
 
 
 def pinned(split: Split) -> Split:
-    """Return a function that splits batches into items in pinned memory, for a consumer that uploads them itself."""
+    """Return a function that splits batches into items in pinned memory, for a consumer that does its own uploads."""
 
     def split_pinned(batch: FetchedBatch) -> Iterator[Any]:
         return map(_pinned_item, split(batch))

@@ -60,26 +60,28 @@ class PackOptions(ItemOptions["PackedMicroBatch"]):
     - `input_field`, `token_fields` and `position_ids`;
     - all other jagged fields;
     - if all samples have the same length, so that the input field is dense: each dense field with exactly one dimension
-      of that size.
+      of this length.
 
     Fields in `repeat_fields` and `keep_fields` are never per-token fields. An ambiguous field raises an error unless it
     is listed in `token_fields` or `keep_fields`.
 
     Attributes:
-        pack_max_length: number of tokens per pack. Must equal the `pack_max_length` of the sampler `packed`.
+        pack_max_length: number of tokens per pack. This length must equal the `pack_max_length` of the `packed`
+            sampler.
         input_field: field that contains the tokens of each sample.
         pad_token_id: padding value of `input_field`.
         label_fields: per-token fields that are padded with -100. Fields that the data does not contain are ignored.
         token_fields: fields with one value per token, even if all their rows have the same shape.
         repeat_fields: dense fields whose value is repeated for each token of the sample, such as an advantage.
-        keep_fields: fields without a value per token, such as prompts, image patches or embeddings. They are kept
-            unchanged, with one row per sample.
-        pad_values: padding values of other per-token and repeated fields, by field name. The default is 0 (False).
+        keep_fields: fields without a value per token, such as prompts, image patches or embeddings. These fields are
+            kept unchanged, with one row per sample.
+        pad_values: padding values of other per-token and repeated fields, by field name. The default padding value is 0
+            (False).
         padding_sequence_length: maximum number of tokens per padding sequence, rounded up to a multiple of `align`.
-        align: each sample is padded to a multiple of this number of tokens, so all `cu_seqlens` are multiples of it.
-            Must equal the sampler's `align` and divide `pack_max_length`.
-        overlong: how to treat a sample of more than `pack_max_length` tokens. "error" raises an error. "truncate" keeps
-            the first tokens, as planned by a sampler with `overlong="truncate"`.
+        align: each sample is padded to a multiple of this number of tokens, so all `cu_seqlens` are multiples of this
+            number. The number must equal the sampler's `align` and divide `pack_max_length`.
+        overlong: how to treat a sample with more than `pack_max_length` tokens. "error" raises an error. "truncate"
+            keeps the first tokens, as planned by a sampler with `overlong="truncate"`.
 
     Raises:
         InvalidArgumentError: an option is invalid.
@@ -173,7 +175,7 @@ class PackedSequences:
 
     @property
     def sample_count(self) -> int:
-        """Number of samples in the pack. 0 if the pack contains only padding."""
+        """Number of samples in the pack, which is 0 if the pack contains only padding."""
         return len(self.lengths)
 
     @property
@@ -215,7 +217,8 @@ class PackedMicroBatch(PackedSequences):
     in each pass and in each optimizer step.
 
     Attributes:
-        meta: metadata of the pack's samples, for `client.put(pack.meta, new_columns)`. Its size may be 0.
+        meta: metadata of the pack's samples, for `client.put(pack.meta, new_columns)`. The size of the metadata may be
+            0.
         step: index of the optimizer step within the batch.
         step_count: number of optimizer steps in the batch.
         pack: index of the pack within the step.
@@ -232,7 +235,7 @@ class PackedMicroBatch(PackedSequences):
 
     @property
     def ends_step(self) -> bool:
-        """Whether this is the last pack of the step. Run the optimizer after its backward pass."""
+        """Whether this is the last pack of the step. Run the optimizer after the backward pass of this pack."""
         return self.pack == self.pack_count - 1
 
 
@@ -253,7 +256,7 @@ def pack_sequences(
     If the data already has a `position_ids` field, such as the three-row positions of vision-language models, that
     field is concatenated instead. Rows of shape `(3, length)` become `(3, pack_max_length)`, and rows of shape
     `(length, 3)` become `(pack_max_length, 3)`. The token dimension is the ragged dimension. If all samples have the
-    same length, it is the dimension of that size.
+    same length, the token dimension is the dimension of that size.
 
     Args:
         data: a batch from `get_data` or the loader.
@@ -261,7 +264,7 @@ def pack_sequences(
         options: packing options.
         positions: positions of the rows to pack, in order. Defaults to all rows. An empty sequence produces a pack that
             contains only padding, with the same fields and dtypes.
-        share: the `RowSlice.share(..., fill=)` with which a context-parallel rank fetched the per-token fields.
+        share: the `RowSlice.share(..., fill=)` that a context-parallel rank used to fetch the per-token fields.
             `options.align` must then equal `share.chunk_count * share.align`, and `lengths` must be the lengths of the
             full rows. By default, `data` contains full rows.
 
@@ -291,9 +294,10 @@ def split_packs(
 
     Args:
         data: the batch, with `meta.size` rows.
-        meta: metadata of the samples in `data`. Any sampler may have planned its packs, provided the samples fit.
+        meta: metadata of the samples in `data`. Any sampler may have planned the packs, provided the samples fit.
         options: packing options.
-        share: share of a context-parallel rank, see `pack_sequences`. Requires a plan with sample lengths.
+        share: share of a context-parallel rank; see `pack_sequences`. Using a share requires a plan with sample
+            lengths.
         micro_batch_size: number of samples per pack if the meta has no steps. By default, such a batch is a single
             pack.
 
@@ -335,8 +339,8 @@ def _check_padding(pack: Pack, lengths: NDArray[np.int64], options: PackOptions)
     if pack.padding_tokens not in (0, expected):
         raise ValueError(
             f"the plan has a pack of {tokens} tokens and {pack.padding_tokens} padding tokens; expected {expected}, to "
-            f"fill pack_max_length = {options.pack_max_length}; give the sampler and PackOptions the same "
-            "pack_max_length"
+            f"fill pack_max_length = {options.pack_max_length}; set the same pack_max_length in the sampler and in "
+            "PackOptions"
         )
 
 
@@ -374,7 +378,7 @@ class _Packing:
         Args:
             key: name of the column.
             column: the column.
-            made: cache of row patterns for equally long rows, by row length.
+            made: cache of row patterns for equally long rows, keyed by row length.
         """
         rows: torch.Tensor | None = None
         if isinstance(column, torch.Tensor):
@@ -416,16 +420,16 @@ class _Packing:
             return len(row) - 1 if key == POSITIONS else 0
         if is_named and not dims:
             raise ValueError(
-                f"field {key!r} has rows of shape {row} in every sample; expected one dimension with a value for "
-                f"each of the {'' if length is None else f'{length} '}tokens of {options.input_field!r}; list it in "
-                "keep_fields if it is per sample, or declare it with layout='jagged'"
+                f"field {key!r} has rows of shape {row} in every sample; expected one dimension with a value for each "
+                f"of the {'' if length is None else f'{length} '}tokens of {options.input_field!r}; list the field in "
+                "keep_fields if its values are per sample, or declare it with layout='jagged'"
             )
         if dims:
             raise ValueError(
                 f"field {key!r} has rows of shape {row} in every sample, and each sample of the batch has {length} "
-                f"tokens, so it could have one value per token{', in several dimensions' if dims[1:] else ''}; "
-                "list it in keep_fields if it is per sample and otherwise in token_fields, or declare the token "
-                "dimension, such as FieldSpec(name, layout='jagged', row_shape=(3, -1))"
+                f"tokens, so the field may have one value per token{', in several dimensions' if dims[1:] else ''}; "
+                "list the field in keep_fields if its values are per sample and otherwise in token_fields, or declare "
+                "the token dimension, for example with FieldSpec(name, layout='jagged', row_shape=(3, -1))"
             )
         return None
 
@@ -435,12 +439,12 @@ class _Packing:
             if column and all(isinstance(row, torch.Tensor) for row in column):
                 raise ValueError(
                     f"field {key!r} has, or had in an earlier put, rows that differ in several dimensions; expected "
-                    "one ragged dimension: declare it before the first put, such as FieldSpec(name, layout='jagged', "
-                    "row_shape=(3, -1))"
+                    "one ragged dimension; declare this dimension before the first put, for example with "
+                    "FieldSpec(name, layout='jagged', row_shape=(3, -1))"
                 )
             raise ValueError(
-                f"field {key!r} holds objects, which cannot be packed; leave it out of data_fields, and fetch it "
-                "separately with the pack's meta"
+                f"field {key!r} contains objects, which cannot be packed; omit the field from data_fields, and fetch "
+                "it separately with the pack's meta"
             )
         if isinstance(column, JaggedColumn):
             if key in options.repeat_fields:
@@ -460,20 +464,21 @@ class _Packing:
         for name in (options.input_field, *options.token_fields, *options.repeat_fields, *options.keep_fields):
             if name not in uses:
                 raise ValueError(
-                    f"the samples have no field {name!r}, only {', '.join(map(repr, uses))}; add it to data_fields"
+                    f"the samples have no field {name!r}, only {', '.join(map(repr, uses))}; add the field to "
+                    "data_fields"
                 )
         for name in _MADE:
             if name in uses:
                 raise ValueError(
-                    f"the samples have a field {name!r}, which packing creates itself; leave it out of data_fields"
+                    f"the samples have a field {name!r}, which packing creates itself; omit the field from data_fields"
                 )
         if POSITIONS in options.keep_fields:
             raise ValueError(
-                f"keep_fields contains {POSITIONS!r}, which has one value per token; leave it out of keep_fields"
+                f"keep_fields contains {POSITIONS!r}, which has one value per token; omit this field from keep_fields"
             )
 
     def lengths(self, positions: Positions, planned: Lengths | None) -> Lengths:
-        """Check all per-token fields, and return the number of tokens of each sample, an array of shape `(m,)`.
+        """Check all per-token fields, and return the number of tokens in each sample, in an array of shape `(m,)`.
 
         Args:
             positions: positions of the pack's rows, of shape `(m,)`.
@@ -496,8 +501,8 @@ class _Packing:
                 at = wrong[0]
                 raise ValueError(
                     f"field {key!r} has {got[at]} values in sample {at} of the pack; expected {lengths[at]}, as many "
-                    f"as {options.input_field!r}; list it in keep_fields if it is per sample, or declare its row_shape "
-                    "if another dimension is the token dimension"
+                    f"as {options.input_field!r}; list the field in keep_fields if its values are per sample, or "
+                    "declare its row_shape if another dimension is the token dimension"
                     + ("; fetch all per-token fields as shares" if self._is_shared else "")
                 )
         if self._is_shared:
@@ -511,25 +516,25 @@ class _Packing:
             at = wrong[0]
             raise ValueError(
                 f"got length {planned[at]} for sample {at} of the pack; expected {expected[at]}, since "
-                f"{options.input_field!r} has {lengths[at]} tokens; plan with its row lengths (see the sampler's "
+                f"{options.input_field!r} has {lengths[at]} tokens; plan with the row lengths (see the sampler's "
                 'length_field), and if the sampler truncates, pack with overlong="truncate" too'
             )
         return planned
 
     def _whole_lengths(self, got: Lengths, planned: Lengths | None) -> Lengths:
-        """Check the lengths of the fetched shares, and return the lengths of the full rows. Both have shape `(m,)`."""
+        """Check the lengths of the fetched shares, and return the full rows' lengths. Both arrays have shape `(m,)`."""
         if planned is None:
             raise ValueError(
-                "got shares of rows without the row lengths; expected a plan with the row lengths, such as a plan "
-                "by the sampler 'packed'"
+                "got shares of rows without the row lengths; expected a plan with the row lengths, such as a plan from "
+                "the 'packed' sampler"
             )
         share = self._share
         expected = _rounded(planned, self._options.align) // share.chunk_count * len(share.chunks)
         if expected.shape != got.shape or (expected != got).any():
             raise ValueError(
                 f"got shares of {got.tolist()[:8]} tokens; expected {expected.tolist()[:8]}: chunks {share.chunks} of "
-                f"{share.chunk_count} chunks of rows with {planned.tolist()[:8]} planned tokens; fetch and pack with "
-                "the same share, and plan with the row lengths"
+                f"{share.chunk_count} chunks of rows with {planned.tolist()[:8]} planned tokens; use the same share to "
+                "fetch and pack, and plan with the row lengths"
             )
         return planned
 
@@ -546,7 +551,7 @@ class _Packing:
             rounded = f", each rounded up to a multiple of {options.align}" if options.align > 1 else ""
             raise ValueError(
                 f"got {end} tokens in {lengths.size} samples{rounded}; expected at most pack_max_length = "
-                f"{options.pack_max_length}; pass fewer samples, or plan with the sampler 'packed' and this "
+                f"{options.pack_max_length}; pass fewer samples, or plan with the 'packed' sampler, with the same "
                 "pack_max_length and align"
             )
         longest = -(-options.padding_sequence_length // options.align) * options.align
@@ -678,8 +683,8 @@ def _filled(like: torch.Tensor, shape: list[int], value: bool | int | float, nam
         exact = False
     if not exact and not (like.is_floating_point() and isinstance(value, float)):
         raise ValueError(
-            f"field {name!r} is {like.dtype} and cannot hold the padding value {value}; store the field with another "
-            "dtype, or set another value in pad_values"
+            f"field {name!r} has dtype {like.dtype} and cannot hold the padding value {value}; store the field with a "
+            "different dtype, or set a different value in pad_values"
         )
     return scalar.to(like.device).expand(shape)
 

@@ -1,8 +1,8 @@
 """Integration with torch.distributed: the DP rank of this process, and replicas that share batches.
 
 Processes with the same DP rank (tensor, pipeline or context parallel) need the same batches. Each process may fetch the
-batches itself, because repeated requests of a rank receive the same response. Alternatively, the first process fetches
-each batch and broadcasts it.
+batches itself, because repeated requests from a rank receive the same response. Alternatively, the first process
+fetches each batch and broadcasts it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _empty(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLayout, torch.Tensor]:
-    """Return a batch's layout, and a buffer on the device to which the current stream copies the tensors."""
+    """Return a batch's layout, and a device buffer that the current stream fills with the batch's tensors."""
     content = flatten(batch.data)
     starts: dict[int, int] = {}
     end = 0
@@ -121,13 +121,13 @@ def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLa
 
 
 _Message = BatchLayout | DeviceBatchLayout | End | ExceptionWrapper | Literal["waiting", "closed"]
-"""A batch layout, which precedes the batch's bytes; an end marker; an error; "waiting" for a batch; or "closed"."""
+"""A message: a batch layout that precedes the batch's bytes, an end marker, an error, "waiting" or "closed"."""
 
 
 class ReplicaGroup:
     """The replicas of a DP rank. The first replica fetches batches for the group.
 
-    Collectives run in the thread that reads the stream, in batch order. All replicas must read in the same sequence.
+    Collectives run in the thread that reads the stream, in batch order. All replicas must read in the same order.
     """
 
     def __init__(self, group: Ranks) -> None:
@@ -135,7 +135,7 @@ class ReplicaGroup:
             if group.ndim != 1:
                 raise InvalidArgumentError(
                     f"replica_group has {group.ndim} dimensions, {group.mesh_dim_names}; pass a one-dimensional mesh, "
-                    "or the process group of the replicas, torch.distributed.new_group(ranks)",
+                    "or a process group of the replicas created with torch.distributed.new_group(ranks)",
                     field="replica_group",
                 )
             group = group.get_group()
@@ -168,7 +168,7 @@ class ReplicaGroup:
         return message.open(data)
 
     def send(self, message: _Message, parts: Sequence[Bytes] = ()) -> None:
-        """Send a message to all other replicas. For a batch layout, also send the parts of the batch."""
+        """Send a message to all other replicas. If the message is a batch layout, also send the parts of the batch."""
         self._exchange(message)
         if isinstance(message, BatchLayout):
             data = torch.empty(message.size_bytes, dtype=torch.uint8)
@@ -209,7 +209,7 @@ class ReplicaStream:
 
     Args:
         group: the replicas.
-        open_fetched: function that opens the inner stream. Called only in the first replica.
+        open_fetched: function that opens the inner stream. This function is called only in the first replica.
         batch_index: batch_index of the first batch.
         device: device of the inner stream's batches, on which the other replicas also receive them. By default, batches
             are on the CPU.

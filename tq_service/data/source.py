@@ -36,7 +36,7 @@ FetchBatch = Callable[..., tuple[Any, Any]]
 """`fetch_batch_fn(**keywords) -> (data, meta)`. See `fetch_batch` for the keyword arguments and the result."""
 
 OnWait = Callable[[WaitReason], object]
-"""Callback that receives the reason for a long wait. It runs in the thread or process that fetches batches."""
+"""Callback that receives the reason for a long wait, in the thread or process that fetches batches."""
 
 ClientFactory = Callable[[Any], Any]
 """Function that opens the sync client of a fetching thread or worker, given the dataset's `address`."""
@@ -79,7 +79,7 @@ class Arrival:
     event: cuda.Event
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make the current CUDA stream wait for the tensors. Keep their memory allocated while the stream uses them."""
+        """Make the current CUDA stream wait for the tensors, and keep the tensors allocated while it uses them."""
         stream = cuda.current_stream(self.device)
         stream.wait_event(self.event)
         for tensor in tensors:
@@ -95,9 +95,10 @@ class FetchedBatch:
         data: a TensorDict, or the data returned by fetch_batch_fn.
         meta: metadata of the samples in `data`.
         micro_batches: the micro-batches if a background thread splits the batch, otherwise None.
-        on_consumed: called when the consumer begins the batch, so that another batch can be prefetched.
+        on_consumed: function called when the consumer begins the batch, so that another batch can be prefetched.
         measured_bytes: value of `size_bytes` if already computed, otherwise None.
-        arrival: point in a CUDA stream after which device tensors are available. None for tensors on the CPU.
+        arrival: point in a CUDA stream after which device tensors are available. The attribute is None for tensors on
+            the CPU.
         spans: time spans of the fetch stages.
     """
 
@@ -124,7 +125,8 @@ class End:
 
     Attributes:
         identity: the partition's incarnation and the task's epoch.
-        counts: number of samples per outcome, identical on all ranks. None if fetch_batch_fn created the end marker.
+        counts: number of samples per outcome, identical on all ranks. The attribute is None if fetch_batch_fn created
+            the end marker.
         spans: time spans of the stages of the last call.
     """
 
@@ -142,7 +144,7 @@ class ExceptionWrapper:
 
     @classmethod
     def of(cls, error: Exception) -> ExceptionWrapper:
-        """Wrap an exception. Call this while the exception is being handled."""
+        """Wrap an exception. Call this method while the exception is being handled."""
         text = "".join(traceback.format_exception(error))
         try:
             ForkingPickler.loads(ForkingPickler.dumps(error))
@@ -180,10 +182,10 @@ class BatchStream(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """Arguments shared by all claims of a rank. Most have the name and meaning of an argument of `Client.claim`.
+    """Arguments shared by all claims of a rank. Most attributes correspond to an argument of `Client.claim`.
 
     Additional attributes:
-        read_options: additional arguments of `Client.get_data`, or None.
+        read_options: additional arguments for `Client.get_data`, or None.
         version_lag: how many batches may be planned ahead of the published version of `policy`, or None if unlimited.
         first_version: version of `policy` that trains on batch 0.
     """
@@ -231,7 +233,7 @@ class BatchRequest:
 
 
 def end_warning(end: End, request: BatchRequest) -> str | None:
-    """Return a warning about skipped samples or samples consumed in earlier epochs, or None if there are none.
+    """Return a warning about skipped samples or samples consumed in earlier epochs, or None if no samples are affected.
 
     Cleared samples alone cause no warning, because a task that starts late always misses most samples of a long-lived
     partition. The result depends only on the counts in the end marker, which are identical on all ranks. Therefore
@@ -298,7 +300,7 @@ class ClaimsAhead:
 
     Attributes:
         batch_count: maximum number of batches that the next call may claim.
-        until: index after the last claimed batch.
+        until: one past the index of the last claimed batch.
     """
 
     def __init__(self) -> None:
@@ -307,7 +309,7 @@ class ClaimsAhead:
         self._metas: dict[int, BatchMeta] = {}
 
     def claim(self, client: Client, *, batch_index: int, **claim: Any) -> BatchMeta:
-        """Return a batch that is already claimed, or claim it with up to `batch_count - 1` later batches if ready."""
+        """Return a batch already claimed, or claim it with up to `batch_count - 1` later batches that are ready."""
         if batch_index in self._metas:
             return self._metas.pop(batch_index)
         if self.batch_count > 1:
@@ -332,25 +334,26 @@ def fetch_batch(
 ) -> tuple[TensorDict | None, BatchMeta]:
     """Claim a batch and fetch its data. This is the default `fetch_batch_fn`.
 
-    A custom `fetch_batch_fn` is called with keyword arguments only. It should accept `**others`, because later versions
-    may add keywords. The keywords are:
+    A custom `fetch_batch_fn` is called with keyword arguments only. The function should accept `**others`, because
+    later versions may add keywords. The keywords are:
 
     - always: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
       `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
       `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (b"" and None until
       the first batch arrives);
     - if passed to the dataset: `layout`, `max_uses`, `unmatched`, `least_members`, `refill`, `max_refills`, `totals`
-      and `read_options` (additional arguments of `Client.get_data`, including the slices of a context-parallel rank);
+      and `read_options` (additional arguments for `Client.get_data`, including the slices of a context-parallel rank);
     - if the dataset has a `version_lag`: `not_before_version` and `policy`;
     - if the loader has a `device` and fetches in this process: `device`. If the function returns data on the CPU, the
-      loader uploads it;
+      loader uploads the data;
     - during a long wait: `explain` (True), which requests the reason in the response's `waiting_for`.
 
     Only `fetch_batch` itself receives `ahead`, the batches that are claimed but not fetched.
 
     Returns:
-        The data and its meta. If the meta's status is "batch", the data must not be None. If it is "not_yet", the
-        loader calls the function again. If it is "end", iteration ends. `(None, None)` is equivalent to "not_yet".
+        The data and its meta. If the meta's status is "batch", the data must not be None. If the status is "not_yet",
+        the loader calls the function again. If the status is "end", iteration ends. `(None, None)` is equivalent to
+        "not_yet".
     """
     ahead = ahead or ClaimsAhead()
     meta = ahead.claim(client, max_wait=max_wait, timeout=timeout, **claim)
@@ -362,13 +365,13 @@ def fetch_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSource:
-    """The service that provides the batches, and the request sent to it. Picklable if its functions are picklable.
+    """The service that provides the batches, and the request sent to it. A source is picklable if its functions are.
 
     Attributes:
         address: address of the service.
         request: claim arguments of the rank.
         fetch_batch_fn: function that fetches a batch.
-        on_wait: called with the reason for a long wait.
+        on_wait: function called with the reason for a long wait.
         client_factory: function that opens the client. By default, `Client` is called with `client_options`.
         client_options: token, tls, insecure and namespace.
     """
@@ -409,7 +412,7 @@ class BatchFetcher:
     incarnation or epoch.
 
     Attributes:
-        fetched_until: index after the last batch that has been fetched or claimed in advance.
+        fetched_until: one past the index of the last batch that has been fetched or claimed in advance.
         closed: whether the fetcher has been closed.
     """
 
@@ -435,7 +438,7 @@ class BatchFetcher:
 
         Args:
             batch_index: index of the batch.
-            is_wanted: called before each claim. If it returns false, the wait ends.
+            is_wanted: function called before each claim. If the function returns false, the wait ends.
             batch_count: maximum number of batches to claim in a single call, starting with this batch. Later `fetch`
                 calls return the additional batches.
 
@@ -495,7 +498,7 @@ class BatchFetcher:
         raise StreamClosedError
 
     def close(self) -> None:
-        """Close the client. This ends any call in progress in another thread. Idempotent."""
+        """Close the client. Any call in progress in another thread ends. Idempotent."""
         self.closed = True
         if self._client is not None:
             self._client.close()
@@ -536,10 +539,10 @@ class PrefetchLimit:
     A batch counts as prefetched from `begin` to `consume`. Until `arrive` reports its size, a batch is assumed to be as
     large as the largest batch that has arrived. Before the first arrival, only one batch may be in flight. The total
     size therefore exceeds `max_bytes` only if a batch is larger than all earlier batches. The excess is at most the
-    difference between its size and the previous maximum. If no batch is prefetched, the next batch is admitted
+    difference between this batch's size and the previous maximum. If no batch is prefetched, the next batch is admitted
     regardless of its size, because the consumer waits for it.
 
-    Not thread-safe. The owner must hold a lock.
+    Not thread-safe. The owner must hold a lock when calling a method.
 
     Args:
         max_batches: maximum number of prefetched batches.
@@ -555,11 +558,11 @@ class PrefetchLimit:
         self._largest_bytes: int | None = None
 
     def admits(self) -> bool:
-        """Return whether another batch may begin."""
+        """Return whether another batch may be started."""
         return self._under_way + self._arrived == 0 or self.further_count() > 0
 
     def further_count(self) -> int:
-        """Return how many more batches may begin."""
+        """Return how many more batches may be started."""
         if self._largest_bytes is None:
             return 0
         by_number = self._max_batches - self._under_way - self._arrived
@@ -627,7 +630,7 @@ class PrefetchQueue(Generic[T]):
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
-        """Context manager for creating the item with this number. An error in the block ends the queue there."""
+        """Context manager for creating the item with this number. An error in the block ends the queue at this item."""
         try:
             yield
         except StreamClosedError:
@@ -638,8 +641,8 @@ class PrefetchQueue(Generic[T]):
     def put(self, number: int, item: T, size_bytes: int = 0, on_begun: OnBegun | None = None) -> int | None:
         """Add an item that has begun, or drop it if the queue is closed.
 
-        With `on_begun`, also begin the writer's next item atomically, before any other writer can begin one, and return
-        its number. Return None if the limit does not admit another item at the moment.
+        With `on_begun`, also begin the writer's next item atomically, before any other writer can begin an item, and
+        return the number of the next item. Return None if the limit does not admit another item at the moment.
         """
         with self._changed:
             self._limit.arrive(size_bytes)
@@ -748,11 +751,11 @@ class Fetcher(Protocol):
 
     @property
     def fetched_until(self) -> int:
-        """Index after the last batch that has been fetched or claimed in advance."""
+        """One past the index of the last batch that has been fetched or claimed in advance."""
         ...
 
     def request(self, batch_index: int) -> None:
-        """Announce the batch that will be fetched next. Called in batch order. Does not block."""
+        """Announce the batch that will be fetched next. The calls are made in batch order. Does not block."""
         ...
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
@@ -768,7 +771,7 @@ class Fetcher(Protocol):
 
 
 class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
-    """A stream whose batches are prefetched by one or more fetchers, up to a maximum number and size.
+    """A stream whose batches are prefetched by one or more fetchers, up to a maximum number and total size.
 
     Lifecycle::
 
@@ -776,7 +779,7 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
                                              ^                       ├─ error ──> read() raises it
                                    on_consumed of a batch            └─ close() or garbage collection: threads end
 
-    Each thread fetches the next batch that has not begun. `read` returns the batches in order.
+    Each thread fetches the next batch that no thread has begun to fetch. `read` returns the batches in order.
     """
 
     def __init__(self, fetchers: Sequence[Fetcher], batch_index: int, limit: PrefetchLimit) -> None:
@@ -784,7 +787,7 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
 
     @property
     def fetched_until(self) -> int:
-        """Index after the last fetched batch."""
+        """One past the index of the last fetched batch."""
         return max(fetcher.fetched_until for fetcher in self._sources)
 
     def read(self) -> FetchedBatch | End | None:

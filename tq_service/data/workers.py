@@ -13,12 +13,13 @@ The parent process does all bookkeeping. A worker receives only the requests for
 A batch is sent as contiguous bytes. The worker copies these bytes once into a shared buffer, from which the parent
 reads them without another copy. When the first replica of a rank broadcasts a batch, it uses the same format. The bytes
 contain the tensors of all columns in sequence, and the tensors on the receiving side are views of these bytes. The meta
-and all objects are pickled. Tensors within objects are unpickled into memory of their own, because a micro-batch does
-not copy them.
+and all objects are pickled. Tensors within objects are unpickled into separate memory, because a micro-batch does not
+copy them.
 
-A shared buffer is an anonymous file. The worker sends its file descriptor once, with the first batch in the buffer, and
-the parent keeps the buffer mapped. When the parent has freed its last tensor in the buffer, its next request reports
-this, and the worker may reuse the buffer. Reuse is faster, because touching new pages costs more than copying data.
+A shared buffer is an anonymous file. The worker sends the buffer's file descriptor once, with the first batch in the
+buffer, and the parent keeps the buffer mapped. After the parent has freed its last tensor in a buffer, its next request
+reports the buffer as released, and the worker may reuse the buffer. Reuse is faster, because touching new pages costs
+more than copying data.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class BatchLayout:
     Attributes:
         index: the batch_index.
         places: start and end of each part in bytes. The first part is the pickle, and the column tensors follow.
-        batch_bytes: `FetchedBatch.size_bytes` of the batch. It is sent because computing it again would visit every
-            object.
+        batch_bytes: `FetchedBatch.size_bytes` of the batch. The size is sent because computing it again would visit
+            every object.
     """
 
     index: int
@@ -117,7 +118,10 @@ def lay_out(batch: FetchedBatch) -> tuple[BatchLayout, list[Bytes]]:
 
 
 def open_batch(layout: BatchLayout, data: Bytes) -> FetchedBatch:
-    """Deserialize a batch. Its tensors are views of `data`, so the buffer is not overwritten while they exist."""
+    """Deserialize a batch.
+
+    The batch's tensors are views of `data`, so the buffer is not overwritten while these tensors exist.
+    """
     pickled, *tensors = (data[begin:end] for begin, end in layout.places)
     meta, content = pickle.loads(pickled.data, buffers=tensors)  # noqa: S301  (from a process of this program)
     return FetchedBatch(
@@ -172,7 +176,7 @@ class SharedBatch:
         layout: layout of the batch in the buffer.
         buffer_id: file descriptor of the buffer in the worker.
         buffer_bytes: size of the buffer in bytes.
-        is_new: whether the buffer is new. If so, its descriptor is sent next.
+        is_new: whether the buffer is new. If the buffer is new, its descriptor is sent next.
         retired: ids of buffers that the worker has closed.
     """
 
@@ -184,7 +188,7 @@ class SharedBatch:
 
 
 class SharedBufferWriter:
-    """Manages shared buffers in a worker. Only the worker's main thread may use it."""
+    """Manages shared buffers in a worker. Only the worker's main thread may use the writer."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
@@ -225,7 +229,7 @@ class SharedBufferReader:
     """Manages a worker's shared buffers in the parent process.
 
     Args:
-        device: device to which batches are copied. If given, buffers are pinned for this device.
+        device: device to which batches are copied. If a device is specified, buffers are pinned for it.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -239,7 +243,8 @@ class SharedBufferReader:
 
         Args:
             shared: the batch in the buffer.
-            descriptor: descriptor of a new buffer, which this method closes. None if the buffer is already mapped.
+            descriptor: descriptor of a new buffer, which this method closes. The descriptor is None if the buffer is
+                already mapped.
         """
         # The worker retires only released buffers, so no array uses these mappings anymore.
         for buffer_id in shared.retired:
@@ -324,8 +329,8 @@ class FetchReply:
     """A worker's reply to a request. Each request gets exactly one reply.
 
     Attributes:
-        content: the batch, an error, or the end marker. None if the batch is no longer wanted. If a batch is in a new
-            buffer, the buffer's descriptor is sent next.
+        content: the batch, an error, or the end marker. The content is None if the batch is no longer wanted. If a
+            batch is in a new buffer, the buffer's descriptor is sent next.
         notes: activity of the worker's client since the previous reply, for the parent's probes.
         spans: time spans of the stages of the fetch.
     """
@@ -345,9 +350,10 @@ class _Worker:
         needs_main: whether the process runs the main module on startup.
         buffers: shared buffers of the process.
         has_replied: whether the process has replied to any request.
-        last_received: set when the reply to the latest request has been received, or lost with the process. Replies
-            arrive in the order of the requests, including replies for closed streams.
-        sending: lock for sending a message. It is reentrant, because a finalizer may close a fetcher during a request.
+        last_received: event that is set when the reply to the latest request has been received, or lost with the
+            process. Replies arrive in the order of the requests, including replies for closed streams.
+        sending: lock for sending a message. The lock is reentrant, because a finalizer may close a fetcher during a
+            request.
     """
 
     process: BaseProcess
@@ -391,10 +397,10 @@ class _Worker:
 
 
 class WorkerPool:
-    """Worker processes that run until `close`, and fetch for one stream at a time.
+    """Worker processes that run until `close` is called, and fetch batches for one stream at a time.
 
-    Workers receive the source when they start, so its functions need not be picklable with fork. Each
-    stream sends its own `BatchRequest`, because partition and policy version differ between streams.
+    Workers receive the source when they start, so its functions need not be picklable with fork. Each stream sends its
+    own `BatchRequest`, because the partition and the policy version differ between streams.
     """
 
     def __init__(
@@ -421,10 +427,10 @@ class WorkerPool:
 
 
 class WorkerFetcher:
-    """Fetches batches in a worker process. This is the counterpart of `BatchFetcher`. Only one thread may use it.
+    """Fetches batches in a worker process. It is the counterpart of `BatchFetcher`. Only one thread may use a fetcher.
 
     Attributes:
-        fetched_until: index after the last fetched batch.
+        fetched_until: one past the index of the last fetched batch.
     """
 
     def __init__(
@@ -440,7 +446,7 @@ class WorkerFetcher:
         self.fetched_until = 0
 
     def request(self, batch_index: int) -> None:
-        """Request a batch. The caller must call `fetch` afterwards, because every reply must be received."""
+        """Request a batch. The caller must call `fetch` afterward, because every reply must be received."""
         worker = self._worker
         with worker.sending:
             self._earlier, self._own = worker.last_received, threading.Event()
@@ -457,7 +463,7 @@ class WorkerFetcher:
             )
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int = 1) -> FetchedBatch | End:
-        """Wait for the requested batch or the end marker, and return it. After `close`, the wait ends soon.
+        """Wait for the requested batch or the end marker, and return it. After `close`, the wait ends promptly.
 
         `batch_count` is ignored. The worker claims only the requested batch, because other workers may fetch later
         batches.
@@ -484,7 +490,7 @@ class WorkerFetcher:
         raise StreamClosedError
 
     def close(self) -> None:
-        """End the worker's call in progress, if any. The worker is idle afterwards. Idempotent."""
+        """End the worker's call in progress, if any. The worker is then idle. Idempotent."""
         self._worker.send(Stop(self._stream))
 
 
@@ -511,7 +517,8 @@ def _start_without_main(process: BaseProcess) -> None:
 
     With spawn and forkserver, a child process imports the main module under a different name, because pickled functions
     may be defined there. A script without `if __name__ == "__main__"` then runs a second time. `multiprocessing` has no
-    option to prevent this. Therefore, the main module is removed from this thread's preparation data during the start.
+    option to prevent this. Therefore, the main module is removed from this thread's preparation data while the process
+    starts.
     """
     with _starting:
         prepare, this_thread = multiprocessing.spawn.get_preparation_data, threading.get_ident()
@@ -585,7 +592,7 @@ class _Fetching:
     """The two threads of a worker process. The main thread fetches the requested batches in order and sends replies.
 
     The second thread receives messages. If a batch is no longer wanted, this thread interrupts the waiting call. If the
-    parent process has ended, it ends the worker process.
+    parent process has ended, the second thread ends the worker process.
     """
 
     def __init__(self, source: BatchSource, connection: Connection) -> None:

@@ -7,7 +7,7 @@
 - Stream, if no other transport is available: the call sends a header, followed by frames.
 
 The asyncio and synchronous drivers share the steps of each operation. As in psycopg, the steps are generators that
-yield the calls to make. `async_run` or `run` makes these calls. Code that differs exists in an asyncio and a
+yield the calls to make. `async_run` or `run` makes these calls. Code that differs exists in both an asyncio and a
 synchronous version.
 """
 
@@ -89,7 +89,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """An allocated put. The client must fill its memory and then commit the put.
+    """An allocated put. The client must fill the put's memory and then commit the put.
 
     Attributes:
         put: response of the storage service.
@@ -106,7 +106,7 @@ class AsyncDriver(Protocol):
     """Interface for storing bytes in a storage service and reading them."""
 
     async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
-        """Store a put. The caller must commit the put afterwards.
+        """Store a put. The caller must then commit the put.
 
         Calls with the same put_id are idempotent.
 
@@ -131,7 +131,7 @@ class AsyncDriver(Protocol):
             request: request that lists the cells to get.
             row_count: number of rows requested per column.
             deadline: deadline for the call.
-            size_bytes: total size of all values in bytes. None: unknown.
+            size_bytes: total size of all values in bytes, or None if unknown.
 
         Raises:
             DataLossError: the puts were stored by another instance of the service and are lost.
@@ -215,7 +215,7 @@ class AsyncPutCall:
         self._stream = call(timeout=timeout, metadata=metadata)
 
     async def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header and return how to send the bytes. Return None if the call has ended, see `answer`."""
+        """Send the header and return how to send the bytes. Return None if the call has ended; see `answer`."""
         # If the channel is closed before a call has begun, the call ends but grpc never completes the first write.
         parts = in_parts(encode_part(header), "put")
         writing = asyncio.ensure_future(self._stream.write(parts[0]))
@@ -316,8 +316,8 @@ class _GrpcSteps:
         channel: channel to the storage service.
         metadata: function that returns the call metadata with the token.
         errors: context manager that converts exceptions raised by calls to TqError.
-        link: link for sharing memory with a service on this host. None: bytes are sent over the network.
-        bulk: link to the service's bulk port. None: all bytes are sent over the channel.
+        link: link for sharing memory with a service on this host. If None, bytes are sent over the network.
+        bulk: link to the service's bulk port. If None, all bytes are sent over the channel.
     """
 
     # Set by subclasses: the class for put calls, the wrapper for blocking calls, and iter and next for streams.

@@ -1,6 +1,7 @@
-"""Receives the response to a get, in frames or shared memory, into memory that the caller's tensors will share.
+"""Receives the response to a get, from frames or shared memory, into memory that backs the caller's tensors.
 
-Columns in shared memory are used in place if they are contiguous and large enough to justify blocking the memory:
+Columns in shared memory are used in place if they are contiguous and large enough to justify keeping the memory
+occupied:
 
     for the program    on a private mapping, until the program has deleted its tensors
     for a device       on the shared mapping of the region, which is pinned until the columns are copied to the device
@@ -37,14 +38,14 @@ class Deadline(Protocol):
 
 
 Received: TypeAlias = tuple[ColumnShape, Bytes]
-"""A received column, as its header and its bytes."""
+"""A received column: its header and its bytes."""
 
 
 class Placement(Protocol):
-    """Provides the memory for the columns of a get, instead of newly allocated memory."""
+    """Interface for providing memory for the columns of a get, instead of allocating new memory."""
 
     def device_of(self, column: ColumnShape) -> Device | None:
-        """Return the device to which a column will be copied after the get, or None."""
+        """Return the device that a column will be copied to after the get, or None."""
         ...
 
     def place(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes]:
@@ -53,7 +54,7 @@ class Placement(Protocol):
 
 
 class RowPlacement(Protocol):
-    """Provides non-contiguous memory for the rows of a get."""
+    """Interface for providing non-contiguous memory for the rows of a get."""
 
     def place(self, column: ColumnShape) -> ScatteredRows | None:
         """Return memory for the rows of a column, or None to place the rows contiguously."""
@@ -70,8 +71,8 @@ class AnswerSizes:
     """A predictor of response sizes, based on the number of bytes per row in the last response with the same fields.
 
     The batches of a task are usually similar. Only the storage service can determine the sizes of ragged rows, and
-    which rows are in shared memory. The first response for a set of fields is assumed to be small. If it is large, the
-    get needs an additional round trip.
+    which rows are in shared memory. The first response for a set of fields is assumed to be small. If the response is
+    large, the get needs an additional round trip.
     """
 
     def __init__(self) -> None:
@@ -98,14 +99,14 @@ class AnswerReader:
 
     Args:
         row_count: number of rows requested.
-        placement: provider of memory for columns. None: new memory, or shared memory in place.
-        rows: provider of memory for rows that are received or copied. None: all rows are placed contiguously.
+        placement: provider of memory for columns. If None, new memory is used, or shared memory in place.
+        rows: provider of memory for rows that are received or copied. If None, all rows are placed contiguously.
 
     Attributes:
         offer: offer of columns in shared memory, or None. The caller must call `receive_shared` before the get can
             finish.
         ticket: bulk ticket for the columns that are not in shared memory. The caller must call `receive_bulk` before
-            the get can finish. None if these columns arrive in frames.
+            the get can finish. The ticket is None if these columns arrive in frames.
         sent_bytes: total size in bytes of the values sent, excluding values in shared memory.
 
     All methods raise InternalError if the storage service violates the protocol.
@@ -156,7 +157,7 @@ class AnswerReader:
             )
 
     def receive_bulk(self, link: BulkLink, deadline: Deadline) -> None:
-        """Receive the columns to which the bulk ticket refers.
+        """Receive the columns that the bulk ticket refers to.
 
         Raises:
             UnavailableError: some bytes did not arrive.
@@ -272,7 +273,9 @@ class AnswerReader:
                 known = ranges.get(number, Pages(first, end))
                 ranges[number] = Pages(min(known.first, first), max(known.end, end))
         if len(ranges) != len(offer.memories):
-            raise InternalError(f"a storage service offered {len(offer.memories)} blocks, but used {len(ranges)}")
+            raise InternalError(
+                f"a storage service offered {len(offer.memories)} memory blocks, but its columns use {len(ranges)}"
+            )
         return [ranges[number] for number in range(len(ranges))]
 
     def finish(self) -> list[Received]:

@@ -1,17 +1,17 @@
-"""Checkpoints. A checkpoint stores the state of a service at one moment and all its sample bytes in a single file.
+"""Checkpoints. A checkpoint captures a service's state at one point in time, with all sample bytes, in one file.
 
     PartitionPlan: groups cells into blocks --> CheckpointWriter: writes the blocks, then the state
     read_checkpoint: checks everything --> its blocks become puts --> relocate: partitions refer to these puts
 
-A checkpoint is a directory with one file, `checkpoint.tqc`, which starts with the facts shown in lists of checkpoints.
-The file is written under a temporary name. When it is complete and synced, it replaces the previous file in a single
-step. The directory therefore always contains either the old or the new checkpoint. A new checkpoint overwrites the
-remains of an unfinished checkpoint.
+A checkpoint is a directory with one file, `checkpoint.tqc`, which begins with a summary used to list checkpoints. The
+file is written under a temporary name. Once complete and synced, the temporary file atomically replaces the previous
+one. The directory therefore always contains either the old or the new checkpoint. A new checkpoint overwrites any
+partial file left behind by an interrupted checkpoint.
 
-A block contains a few MiB of cells from any number of puts. All cells are in table order, come from one storage
-service, and belong to fields that were put together. On restore, each block becomes one put. A million small puts are
-thus restored as a few hundred puts, on any storage service with enough space. The puts of a restored partition are its
-blocks, in file order.
+A block contains a few MiB of cells from any number of puts. The cells of a block are in table order, come from one
+storage service, and belong to fields written by the same puts. On restore, each block becomes one put. A million small
+puts can thus be restored as a few hundred puts on any storage service with enough space. A restored partition's puts
+correspond to its blocks, in file order.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from tq_service.wire.metadata import CellRuns
 FILE_NAME: Final = "checkpoint.tqc"
 _LONGEST_NAME: Final = 200
 _PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=@+-]*")
-"""One part of a checkpoint name. It is never "", "." or "..", and never a hidden name."""
+"""Pattern for one component of a checkpoint name. The pattern does not match "", ".", ".." or a hidden file name."""
 _RECORD_BYTES: Final = 1 << 20
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BAD_DIRECTORY: Final = frozenset(
@@ -83,44 +83,44 @@ _MOST_ROWS: Final = 1 << 16
 _MOST_PUTS: Final = 256  # finding the cells in 256 puts blocks the event loop for about a millisecond
 _CHAIN_COLUMNS: Final = ("cell", "previous", "depth")
 _BLOCK: Final = Put("", b"", b"")
-"""Placeholder for the put that a block becomes on restore."""
+"""Placeholder for the put that a restore creates from a block."""
 
 
 def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
     """Return the path of a checkpoint file, given the checkpoint directory and a name chosen by the caller.
 
-    The operator controls the directory and any symlinks in its path. Below the directory, symlinks must not lead out of
-    it. A process with write access to the directory could replace part of the path after this check, but a caller
-    cannot.
+    The operator controls the directory and any symlinks in its path. Symlinks below the directory must not point
+    outside it. A process with write access to the directory could replace part of the path after this check, but a
+    caller cannot.
 
     Raises:
         PreconditionError: the service has no checkpoint directory.
-        InvalidArgumentError: the name is invalid, or a symlink below the directory leads out of the directory.
+        InvalidArgumentError: the name is invalid, or a symlink below the checkpoint directory points outside it.
     """
     checkpoint_dir = _directory(checkpoint_dir)
     if not _is_name(name):
         raise InvalidArgumentError(
-            f"name is {name[:_LONGEST_NAME]!r} ({len(name)} characters); expected 1 to {_LONGEST_NAME} characters, in "
-            "parts separated by '/'. Each part has letters, digits and '._=@+-' and begins with a letter or digit. "
-            "Use a path below the checkpoint_dir of the service, such as 'nightly/2026-11-21'.",
+            f"name is {name[:_LONGEST_NAME]!r} ({len(name)} characters); expected 1 to {_LONGEST_NAME} characters in "
+            "components separated by '/'. Each component may contain letters, digits and '._=@+-', and must begin with "
+            "a letter or digit. Use a path relative to the service's checkpoint_dir, such as 'nightly/2026-11-21'.",
             field="name",
         )
     top = os.path.realpath(checkpoint_dir)
     directory = Path(os.path.realpath(Path(top, name)))  # Path.resolve would raise if the symlinks form a cycle
     file = directory / FILE_NAME
     if not directory.is_relative_to(top):
-        raise _symlink(name, "out of the checkpoint_dir of the service")
+        raise _symlink(name, "it contains a symlink that points outside the service's checkpoint_dir")
     for path in (file, beside(file, PARTIAL_SUFFIX)):
         if path.is_symlink():
-            raise _symlink(name, f"at its {path.name}")
+            raise _symlink(name, f"its {path.name} is a symlink")
     return file
 
 
 def _directory(checkpoint_dir: Path | None) -> Path:
     if checkpoint_dir is None:
         raise PreconditionError(
-            "this service has no directory for checkpoints. Start it with checkpoint_dir (--checkpoint-dir, "
-            "TQ_CHECKPOINT_DIR), or with data_dir, which then contains the checkpoints."
+            "this service has no checkpoint directory. Start it with checkpoint_dir (--checkpoint-dir, "
+            "TQ_CHECKPOINT_DIR), or with data_dir to store checkpoints there."
         )
     return checkpoint_dir
 
@@ -145,10 +145,10 @@ def checkpoint_names(checkpoint_dir: Path | None) -> list[str]:
 
 
 def read_facts(path: Path) -> CheckpointFacts:
-    """Read only the facts at the start of a checkpoint file.
+    """Read the summary at the start of a checkpoint file, and nothing else.
 
     Raises:
-        SnapshotDamagedError: the file does not start like a checkpoint.
+        SnapshotDamagedError: the file does not begin with a valid checkpoint header.
         NewerVersionError: a newer version wrote the checkpoint.
         OSError: the file could not be read.
     """
@@ -159,30 +159,30 @@ def read_facts(path: Path) -> CheckpointFacts:
 def _read_facts(reader: SnapshotReader) -> CheckpointFacts:
     record = next(reader.values())
     if not isinstance(record, CheckpointFacts):
-        raise ValueError(f"a {type(record).__name__} follows the header; expected the facts of the checkpoint")
+        raise ValueError(f"the header is followed by a {type(record).__name__} record; expected CheckpointFacts")
     return record
 
 
-def _symlink(name: str, where: str) -> InvalidArgumentError:
+def _symlink(name: str, problem: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"name is {name!r}, which leads through a symlink {where}. Use a different name, or have the symlink removed.",
+        f"name is {name!r}, but {problem}. Use a different name, or ask the operator to remove the symlink.",
         field="name",
     )
 
 
 @dataclass(slots=True, kw_only=True)
 class Block:
-    """Cells from one storage service that are read together and become a single put when they are restored.
+    """Cells from one storage service that are read together and restored as a single put.
 
     Attributes:
-        partition_id: partition of the cells.
+        partition_id: id of the partition that contains the cells.
         puts: puts that contain the cells, all from a single storage service.
         runs: positions of the cells in these puts.
-        global_indexes: global index of each cell's sample, of shape `(n,)`. If a cell has several extents, its index is
-            repeated. For cells shared by groups, the index of each group's first sample, or -1 for a group without
-            samples.
-        is_shared: whether groups share the cells.
-        column_bytes: total size of each field's cells, in bytes. Set when the cells are written.
+        global_indexes: global index of each cell's sample, of shape `(n,)`. If a cell has several extents, the index is
+            repeated for each of them. For cells shared within groups, the array contains the index of each group's
+            first sample, or -1 for a group without samples.
+        is_shared: whether the samples of a group share each cell.
+        column_bytes: total size of each field's cells, in bytes. The mapping is empty until the cells are written.
     """
 
     partition_id: str
@@ -199,7 +199,7 @@ class Block:
 
 
 class PartitionPlan:
-    """The part of a checkpoint that is copied from one partition.
+    """Plan for dividing one partition's cells into the blocks of a checkpoint.
 
     Attributes:
         blocks: blocks that contain the partition's cells.
@@ -231,7 +231,7 @@ class PartitionPlan:
                 self._extent_cells[found.slots] = self._add_blocks(tuple(names), found.cells, indexes)
 
     def partition(self) -> PartitionSnapshot:
-        """Return the partition with its blocks as puts. Call this method after all blocks have been written."""
+        """Return the partition snapshot with blocks in place of puts. Call this after all blocks are written."""
         count = len(self.blocks)
         cells = np.array([block.global_indexes.size * len(block.runs.field_names) for block in self.blocks], np.int64)
         columns = {
@@ -276,9 +276,9 @@ class PartitionPlan:
     def _add_blocks(
         self, names: tuple[str, ...], cells: Indexes, indexes: Indexes, *, is_shared: bool = False
     ) -> Indexes:
-        """Add cells of fields with equal cell locations as blocks of a few MiB, in order, per storage service.
+        """Divide the cells of fields with equal cell locations into blocks of a few MiB for each storage service.
 
-        Return the locations of the cells in the blocks. `indexes` contains the global index of each cell's sample.
+        Return the location of each cell in the new blocks. `indexes` contains the global index of each cell's sample.
         """
         renamed = np.full(cells.size, NOT_PRODUCED, np.int64)
         produced = np.flatnonzero(cells >= 0)
@@ -310,7 +310,7 @@ class PartitionPlan:
         return renamed
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> tuple[list[Put], CellRuns]:
-        """Return the puts that contain the cells, and the positions of the cells as runs of adjacent rows."""
+        """Return the puts that contain the cells, and the cells' positions as runs of adjacent rows."""
         slots, rows = slots_and_rows(cells)
         used, put_indexes = np.unique(slots, return_inverse=True)
         puts = [put for slot in used.tolist() if (put := self._puts[slot]) is not None]
@@ -331,13 +331,14 @@ def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[l
 
 
 class CheckpointWriter:
-    """Writes a checkpoint: the facts shown in lists, followed by the blocks in order, followed by the state.
+    """Writes a checkpoint: first the summary, then the blocks in order, and finally the state.
 
-    The methods run in threads, one call at a time. The creator must call `abort` at the end, even after `finish`.
+    The writer's methods run in worker threads, one call at a time. The caller must always call `abort` when done, even
+    after `finish`.
 
     Raises:
         DiskFullError: the disk is full.
-        InvalidArgumentError: the directory cannot be used.
+        InvalidArgumentError: the checkpoint cannot be written to the directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -346,7 +347,7 @@ class CheckpointWriter:
         self._writer: RecordWriter
 
     def begin(self, facts: CheckpointFacts) -> None:
-        """Create the directory if necessary, and begin the file with the facts."""
+        """Create the directory if necessary, then create the file and write its header and summary."""
         with self._explained():
             make_directory(self._path.parent)
             self._writer = RecordWriter(self._path)
@@ -365,13 +366,13 @@ class CheckpointWriter:
                 self._writer.write(*some)
 
     def finish(self, snapshot: ServiceSnapshot) -> None:
-        """Write the state and give the file its final name."""
+        """Write the state, then rename the file to its final name."""
         with self._explained():
             write_state(self._writer, snapshot)
             self._writer.commit()
 
     def abort(self) -> None:
-        """Remove an unfinished file. Do nothing after `finish`."""
+        """Remove the unfinished file. After `finish`, this method does nothing."""
         self._aborting.close()
 
     @contextlib.contextmanager
@@ -382,22 +383,23 @@ class CheckpointWriter:
             directory = self._path.parent
             if error.errno in _NO_SPACE:
                 raise DiskFullError(
-                    f"the disk of {directory} has no space for the checkpoint ({error}). Free some space.",
+                    f"the disk that holds {directory} has no space for the checkpoint ({error}). Free some disk space.",
                     metadata={"path": str(directory)},
                 ) from error
             if error.errno in _BAD_DIRECTORY:
                 raise InvalidArgumentError(
-                    f"no checkpoint can be written to {directory} ({error}). Use a different name, or allow the "
-                    f"service's user to write there.",
+                    f"could not write a checkpoint to {directory} ({error}). Use a different name, or grant the "
+                    f"service's user write access to the directory.",
                     field="name",
                 ) from error
             raise InternalError(
-                f"the disk of {directory} failed ({error}). Start the service with a checkpoint_dir on another disk."
+                f"the disk that holds {directory} failed ({error}). Start the service with a checkpoint_dir on another "
+                "disk."
             ) from error
 
 
 def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Split chunks of bytes into parts that fit into a record."""
+    """Split byte chunks into pieces that each fit into one record."""
     for chunk in chunks:
         for start in range(0, len(chunk), _RECORD_BYTES):
             yield chunk[start : start + _RECORD_BYTES]
@@ -405,13 +407,13 @@ def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that has been read completely and is intact.
+    """A checkpoint that has been read in full and verified.
 
     Attributes:
         path: path of the checkpoint file.
-        facts: facts at the start of the file.
+        facts: summary at the start of the file.
         blocks: descriptions of the blocks, in file order.
-        state: state at the end of the file. Its partitions refer to the blocks as their puts, in order.
+        state: state at the end of the file. The state's partitions refer to the blocks as puts, in file order.
     """
 
     path: Path
@@ -423,20 +425,20 @@ class Checkpoint:
         """Yield the bytes of a block, in parts of about 1 MiB.
 
         Raises:
-            SnapshotDamagedError: the block has changed since the checkpoint was checked.
+            SnapshotDamagedError: the block has changed since the checkpoint was verified.
         """
         left = block.size_bytes
         records = read_records(self.path, *block.begins_at)
         while left > 0:
             at, _, data = next(records)
             if len(data) > left:
-                raise damaged(self.path, at, "a block has changed since it was checked")
+                raise damaged(self.path, at, "a block has changed since the checkpoint was verified")
             left -= len(data)
             yield data
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and check an entire checkpoint.
+    """Read and verify an entire checkpoint.
 
     Raises:
         InvalidArgumentError: the checkpoint does not exist or cannot be read.
@@ -452,15 +454,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
             return Checkpoint(path=path, facts=facts, blocks=blocks, state=state)
     except OSError as error:
         raise InvalidArgumentError(
-            f"no checkpoint can be read from {path.parent} ({error}). Pass the name under which it was written.",
+            f"could not read a checkpoint from {path.parent} ({error}). Pass the name that was used to write the "
+            f"checkpoint.",
             field="name",
         ) from error
 
 
 def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterator[object]:
-    """Yield the records of the state, which follow the blocks.
+    """Yield the state records that follow the blocks.
 
-    Check the bytes of the blocks, and append the blocks to `blocks`.
+    While reading, verify each block's bytes and append its description to `blocks`.
     """
     for value in reader.values():
         if not isinstance(value, StoredBlock):
@@ -469,7 +472,7 @@ def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterato
         for column in value.columns:
             column.validate()
             if column.row_count != value.row_count:
-                raise ValueError("a block has a different number of rows than its columns")
+                raise ValueError("a block and its columns have different row counts")
         at, number, data = reader.last
         blocks.append(replace(value, begins_at=(at + HEADER_BYTES + len(data), number + 1)))
         left = value.size_bytes
@@ -482,14 +485,14 @@ def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterato
 def _check_blocks(partitions: Sequence[PartitionSnapshot], blocks: Sequence[StoredBlock]) -> None:
     names = [partition.facts.partition_id for partition in partitions]
     if len(set(names)) < len(names):
-        raise ValueError("a partition occurs twice")
+        raise ValueError("the checkpoint contains the same partition twice")
     named = [each.facts.partition_id for each in partitions for _ in range(each.tables["puts"].size)]
     if named != [block.partition_id for block in blocks]:
-        raise ValueError("the partitions do not refer to the blocks in order")
+        raise ValueError("the partitions do not refer to the blocks in file order")
 
 
 def relocate(partitions: Iterable[Partition], puts: Iterable[Put]) -> None:
-    """Replace the puts in restored partitions with the puts made from the checkpoint's blocks, in order."""
+    """Replace the puts in restored partitions with the puts created from the checkpoint's blocks, in order."""
     became = iter(puts)
     for partition in partitions:
         table = partition.cells.puts

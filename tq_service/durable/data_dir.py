@@ -1,4 +1,4 @@
-"""The data directory of a service, with its lock and an identity that persists while the directory exists."""
+"""The data directory of a service, including its lock and its persistent identity."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ _SEGMENTS: Final = "segments"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Names and ids that remain valid when the process restarts.
+    """Names and ids that persist across process restarts.
 
     Attributes:
         controller_boot_id: 16-byte instance id of the controller that stores its state in the directory.
         storage_boot_id: 16-byte instance id of the storage service that stores its puts in the directory.
-        storage_id: name of the storage service, used in the locations of cells. Empty until a name is set.
+        storage_id: name of the storage service, used in the locations of cells. The storage_id is empty until a name is
+            set.
     """
 
     controller_boot_id: bytes
@@ -54,7 +55,7 @@ def new_identity() -> Identity:
 
 
 def write_identity(path: Path, identity: Identity) -> None:
-    """Write an identity atomically, so that it survives a power loss.
+    """Write an identity to a file, atomically and durably.
 
     Raises:
         OSError: the file could not be written.
@@ -83,17 +84,17 @@ def read_identity(path: Path) -> Identity | None:
             raise DataDirError(
                 f"the data directory {path.parent} has format {version}, "
                 + (
-                    f"but this version of the service reads formats up to {FORMAT_VERSION}; install the version that "
-                    f"wrote it, or a later one"
+                    f"but this version of the service supports formats up to {FORMAT_VERSION}. Install the version "
+                    f"that wrote the directory, or a later version."
                     if version > FORMAT_VERSION
-                    else "which this version of the service no longer reads; start the version that wrote it, or use "
-                    "an empty directory"
+                    else "which this version of the service no longer supports. Start the version that wrote the "
+                    "directory, or use an empty directory."
                 ),
                 metadata={"path": str(path.parent)},
             )
         # If a single letter of a name changed, samples could not find their bytes, although all bytes are stored here.
         if values.pop("checksum") != _checksum(values):
-            raise ValueError("its checksum does not match its names")
+            raise ValueError("the checksum does not match the file's contents")
         identity = Identity(
             controller_boot_id=bytes.fromhex(values["controller_boot_id"]),
             storage_boot_id=bytes.fromhex(values["storage_boot_id"]),
@@ -101,7 +102,7 @@ def read_identity(path: Path) -> Identity | None:
         )
     except (ValueError, TypeError, KeyError) as error:
         raise DataDirError(
-            f"{path} cannot be read: {error!r}. Restore a checkpoint into an empty directory.",
+            f"could not read {path}: {error!r}. Restore a checkpoint into an empty directory.",
             metadata={"path": str(path)},
         ) from None
     return identity
@@ -112,7 +113,7 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def _locked(path: Path) -> int:
-    """Lock a directory. Return a file descriptor that holds the lock until it is closed or the process ends.
+    """Lock a directory. Return a file descriptor that holds the lock until it is closed or the process exits.
 
     Args:
         path: path of a permanent file that is used only for the lock.
@@ -130,8 +131,8 @@ def _locked(path: Path) -> int:
         holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip() or "a process that is starting"
         os.close(descriptor)
         raise DataDirError(
-            f"the data directory {path.parent} is in use by {holder}; stop that process first, or use a different "
-            f"directory for this service",
+            f"the data directory {path.parent} is in use by {holder}. Stop that process first, or use a different "
+            f"directory for this service.",
             metadata={"path": str(path.parent)},
         ) from None
     except BaseException:
@@ -141,7 +142,7 @@ def _locked(path: Path) -> int:
 
 
 class DataDir:
-    """An open data directory, locked against other processes.
+    """An open data directory, locked against use by other processes.
 
     ```
     DIR/lock                        locked while a service runs
@@ -154,8 +155,8 @@ class DataDir:
 
     Attributes:
         path: path of the directory.
-        identity: identity of the directory.
-        segments_path: path of the directory with the bytes of large puts.
+        identity: identity stored in the directory.
+        segments_path: path of the subdirectory that contains the bytes of large puts.
     """
 
     def __init__(self, path: Path, identity: Identity, lock: contextlib.ExitStack) -> None:
@@ -167,10 +168,10 @@ class DataDir:
 
     @classmethod
     def open(cls, path: Path) -> DataDir:
-        """Open a data directory, and create it if necessary.
+        """Open a data directory, creating it if necessary.
 
         Raises:
-            DataDirError: another process uses the directory, its format is not supported, or it is not writable.
+            DataDirError: the directory is in use by another process, has an unsupported format, or is not writable.
         """
         path = path.absolute()
         try:
@@ -196,8 +197,8 @@ class DataDir:
             return
         if segment_numbers(self.path) or snapshot_numbers(self.path):
             raise DataDirError(
-                f"the data directory {self.path} contains the state of a controller outside cluster {cluster!r}; use "
-                f"an empty directory, to which this controller copies the cluster's state",
+                f"the data directory {self.path} contains the state of a controller outside cluster {cluster!r}. Use "
+                f"an empty directory; this controller will copy the cluster's state into it.",
                 metadata={"path": str(self.path)},
             )
         self._set_identity(replace(self.identity, controller_boot_id=controller_id))
@@ -212,11 +213,11 @@ class DataDir:
     def storage_id(self, given: str | None, default: str) -> str:
         """Return the name of the storage service that stores its puts in this directory.
 
-        After the name is set, it cannot be changed.
+        Once set, the name cannot be changed.
 
         Args:
-            given: name from the settings, or None.
-            default: name to use if no name is recorded or given.
+            given: name of the storage service from the settings, or None.
+            default: name to use if the directory has no recorded name and `given` is None.
 
         Raises:
             DataDirError: the given name differs from the recorded name, or the directory is not writable.
@@ -233,9 +234,9 @@ class DataDir:
         return self.identity.storage_id
 
     def remove_unneeded(self, backend: LogBackend, number: int) -> None:
-        """Remove all files that a start no longer needs. This call blocks.
+        """Remove all files that are no longer needed for recovery. This call blocks.
 
-        `number` is the number of a snapshot that contains all earlier changes. The previous snapshot and the log after
+        `number` identifies a snapshot that contains all earlier changes. The previous snapshot and the log that follows
         it are kept in case the new snapshot turns out to be damaged.
         """
         *older, kept = [0, *(each for each in snapshot_numbers(self.path) if each < number)]
@@ -244,7 +245,7 @@ class DataDir:
         backend.truncate_before(kept)
 
     def close(self) -> None:
-        """Release the lock. Close the log first."""
+        """Release the lock. Call this method only after closing the log."""
         self._lock.close()
 
 
@@ -254,8 +255,8 @@ def _identity(path: Path) -> Identity:
     if identity is None:
         if segment_numbers(path) or snapshot_numbers(path):
             raise DataDirError(
-                f"the data directory {path} contains a journal or snapshots, but no {file.name}, which is needed to "
-                f"find their puts; restore the file, or restore a checkpoint into an empty directory",
+                f"the data directory {path} contains a journal or snapshots, but no {file.name}, which is required "
+                f"to locate their puts. Restore the file, or restore a checkpoint into an empty directory.",
                 metadata={"path": str(path)},
             )
         identity = new_identity()
@@ -265,7 +266,7 @@ def _identity(path: Path) -> Identity:
 
 def _unusable(path: Path, error: OSError) -> DataDirError:
     return DataDirError(
-        f"the data directory {path} cannot be used: {error.strerror or error}; use a directory that this user may "
-        f"write to",
+        f"could not use the data directory {path}: {error.strerror or error}. Use a directory that this user can "
+        f"write to.",
         metadata={"path": str(path)},
     )

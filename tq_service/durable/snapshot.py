@@ -1,15 +1,15 @@
-"""Snapshots. A snapshot stores the state of a service at one moment in a single file.
+"""Snapshots. A snapshot captures a service's state at one point in time in a single file.
 
-A snapshot is either read completely or rejected. A file consists of records (see `journal/files.py`). Each record is a
-dataclass with its class name, except for the bytes of blocks:
+A snapshot is either read in full or rejected. A file consists of records (see `journal/files.py`). Each record contains
+a dataclass and its class name, except for records that contain the bytes of blocks:
 
     Header, [CheckpointFacts], [StoredBlock, bytes ...] ..., state
     state: [PartitionHeader, ColumnPart ..., [TaskFacts, (Batches | TaskRecords) ...] ...] ..., ServiceRecords ...
 
 Columns are identified by name. If a column is missing from the file, its fill value is used (see `Partition.restore`).
-If the file contains an unknown column, record class or field, a newer version wrote it. The reader then raises a
-separate error instead of treating the file as damaged. Otherwise, an older snapshot would be used, and all later
-changes would be lost.
+An unknown column, record class or field indicates that a newer version wrote the file. The reader then raises
+NewerVersionError instead of treating the file as damaged. Falling back to an older snapshot would lose all later
+changes.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _PUT_BYTES_A_RECORD: Final = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSnapshot:
-    """The complete state of a service, from which it is restored when it starts.
+    """The complete state from which a service is restored at startup.
 
     Attributes:
         partitions: partitions of the controller.
         policies: policies of the controller.
-        answers: recorded responses of the controller, kept so that retries receive the same response. Each response is
-            packed as a tuple (message name, bytes).
+        answers: recorded controller responses, kept so that retries receive the same response. Each response is encoded
+            as a tuple (message name, bytes).
         puts: put records of the storage engine.
     """
 
@@ -71,7 +71,7 @@ class ServiceSnapshot:
 
 
 def write_snapshot(path: Path, snapshot: ServiceSnapshot) -> None:
-    """Write a snapshot file, which appears only after it is complete and synced. Call this in a thread.
+    """Write a snapshot file, which becomes visible only once complete and synced. Call this from a worker thread.
 
     Raises:
         OSError: the file could not be written.
@@ -86,7 +86,7 @@ def write_snapshot(path: Path, snapshot: ServiceSnapshot) -> None:
 
 
 def read_snapshot(path: Path) -> ServiceSnapshot:
-    """Return the contents of a snapshot. Its partitions can be restored only once.
+    """Read a snapshot file and return its contents. The returned partitions can be restored only once.
 
     Raises:
         SnapshotDamagedError: the file is damaged.
@@ -102,7 +102,7 @@ def read_snapshot(path: Path) -> ServiceSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The first record in a file. In a checkpoint, blocks replace all puts and contain their bytes."""
+    """The first record of a file. In a checkpoint, blocks replace the puts and contain the bytes."""
 
     format_version: int
     is_checkpoint: bool = False
@@ -110,11 +110,11 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """The description of a checkpoint, stored at the start of the file so that lists need to read nothing else.
+    """The summary of a checkpoint, stored at the start of the file so that checkpoints can be listed quickly.
 
     Attributes:
         written_at: start time of the checkpoint, in seconds since 1970.
-        metadata: JSON object given by the caller, as text.
+        metadata: JSON object provided by the caller, as text.
     """
 
     written_at: float
@@ -125,13 +125,13 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlock:
-    """Cells in a checkpoint that become a single put when they are restored. The next records contain their bytes.
+    """Cells in a checkpoint that are restored as a single put. The records that follow contain the bytes of the cells.
 
     Attributes:
-        partition_id: partition of the cells.
+        partition_id: id of the partition that contains the cells.
         row_count: number of rows in each column.
-        columns: columns, in the order in which their bytes are stored.
-        begins_at: file position and number of the first record that contains bytes of the block.
+        columns: columns of the block, in the order in which their bytes are stored.
+        begins_at: file position and number of the first record that contains the block's bytes.
     """
 
     partition_id: str
@@ -155,7 +155,7 @@ class TableHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionHeader:
-    """The first record of a partition. The records of the partition's columns and tasks follow."""
+    """The first record of a partition, followed by the records of the partition's columns and tasks."""
 
     facts: PartitionFacts
     tables: Mapping[str, TableHeader]
@@ -163,7 +163,7 @@ class PartitionHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnPart:
-    """The next values of a column. An empty column consists of one part without values."""
+    """A run of consecutive values in a column. An empty column is stored as one part without values."""
 
     table: str
     column: str
@@ -172,12 +172,12 @@ class ColumnPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """A task's batches with equal specs, in a single record because reading 100,000 separate records takes too long.
+    """A task's batches with equal specs, combined into one record because reading 100,000 separate records is slow.
 
     Attributes:
         rows: rows of all batches, concatenated.
-        others: serial and index of each batch, and the sizes, steps, consumed rows, dropped rows and totals of its
-            plan.
+        others: for each batch, its serial number and index, and the sizes, steps, consumed rows, dropped rows and
+        totals of its plan.
     """
 
     batch_spec: BatchSpec
@@ -227,7 +227,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecords:
-    """Entries to append to the lists in a `TaskSnapshot` that have the same names as these fields."""
+    """Entries to append to the lists of the same names in a `TaskSnapshot`."""
 
     claims: list[Claim] = field(default_factory=list)
     names: list[tuple[str, bytes]] = field(default_factory=list)
@@ -261,10 +261,10 @@ _KINDS: Final = (
 
 
 class SnapshotReader:
-    """Reads the records in a file, from start to end.
+    """Reads the records of a file in order.
 
     Attributes:
-        last: record that was read last.
+        last: most recently read record.
     """
 
     def __init__(self, path: Path) -> None:
@@ -297,7 +297,7 @@ def write_record(writer: RecordWriter, value: object) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotReader]:
-    """Open a file and read its header. Errors in the `with` block become SnapshotDamagedError or NewerVersionError.
+    """Open a file and read its header. Convert errors in the `with` block to SnapshotDamagedError or NewerVersionError.
 
     Args:
         path: path of the file.
@@ -309,11 +309,11 @@ def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotRead
             header = next(reader.values())
             if header.format_version != FORMAT_VERSION:
                 raise NewerVersionError(
-                    f"its format version is {header.format_version}, but this service reads version {FORMAT_VERSION}"
+                    f"the format version is {header.format_version}, but this service supports version {FORMAT_VERSION}"
                 )
             if header.is_checkpoint != is_checkpoint:
-                names = ("the snapshot of a data directory", "a checkpoint")
-                raise ValueError(f"it is {names[header.is_checkpoint]}; expected {names[is_checkpoint]}")
+                names = ("a data directory snapshot", "a checkpoint")
+                raise ValueError(f"the file is {names[header.is_checkpoint]}; expected {names[is_checkpoint]}")
             yield reader
     except NewerVersionError as error:
         raise NewerVersionError(f"{path} at byte {reader.last.at}: {error}", metadata={"path": str(path)}) from error
@@ -327,7 +327,7 @@ def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotRead
 
 
 def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
-    """Write all partitions, policies, answers and puts of a state."""
+    """Write the partitions, policies, answers and puts of a service snapshot."""
     for partition in snapshot.partitions:
         for record in _partition_records(partition):
             write_record(writer, record)
@@ -340,7 +340,7 @@ def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
 
 
 def read_state(records: Iterable[Any]) -> ServiceSnapshot:
-    """Return the state contained in the given records."""
+    """Assemble a service snapshot from the given records."""
     partitions: list[tuple[PartitionHeader, _Parts, list[TaskSnapshot]]] = []
     policies: list[Policy] = []
     answers: list[Entry] = []
@@ -367,7 +367,7 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
                 answers += record.answers
                 puts += record.puts
             case _:
-                raise ValueError(f"a {type(record).__name__} record must not be part of the state")
+                raise ValueError(f"the state contains an unexpected {type(record).__name__} record")
     restored = [
         PartitionSnapshot(
             facts=header.facts,
@@ -380,7 +380,7 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
 
 
 def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str, bytes]]) -> NDArray[Any]:
-    """Return the given objects, with tuples converted to puts.
+    """Return the given objects with tuples converted to puts.
 
     All puts in one storage service share a single copy of the service's name.
     """
@@ -403,9 +403,9 @@ def _table(size: int, parts: Mapping[str, Sequence[NDArray[Any]]]) -> TableSnaps
 
 
 def _column_parts(column: ColumnSnapshot) -> Iterator[NDArray[Any]]:
-    """Yield the values of a column in at least one part.
+    """Yield the values of a column in one or more parts.
 
-    A part contains tens of thousands of numbers, or fewer objects.
+    Each part contains tens of thousands of numbers, or a smaller number of objects.
     """
     if not column.size:
         yield np.empty(0, column.dtype)

@@ -1,17 +1,19 @@
-"""The state store. It persists a controller's partitions, a storage engine's puts, or both, in a data directory.
+"""The state store persists a controller's partitions, a storage engine's puts, or both, in a data directory.
 
-The store appends changes to the log. When the log is long, the store writes a snapshot, so that the next start is fast.
+The store appends changes to the log. When the log grows long, the store writes a snapshot so that the next startup is
+fast.
 
     state machine, engine --append--> log --(when it is long)--> snapshot, and a new start of the log
     start: restore the newest intact snapshot, replay the log after it, then append
 
-A response is sent only when the state that it reports is durable. To ensure this, the servicers await `wait_durable`.
+A response is sent only once the state that it reports is durable. Servicers therefore await `wait_durable` before they
+respond.
 
-Both streams in the log share a single order. A put becomes durable no later than the change that refers to it, because
-the engine appends the put's record before the put can be committed. A put is removed no earlier than the change that
-frees it, because the engine is notified of freed cells only after that change has been appended. If the controller and
-the storage service have separate logs, the order of their responses has this effect: a put is acknowledged only when it
-is durable, and cells are freed remotely only when the change that frees them is durable.
+The two streams in the log share a single order. A put becomes durable no later than the change that refers to it,
+because the engine appends the put's record before the put can be committed. A put is removed no earlier than the change
+that frees it, because the engine learns of freed cells only after that change has been appended. If the controller and
+the storage service have separate logs, the order of their responses provides the same guarantee. A put is acknowledged
+only when it is durable, and cells are freed remotely only when the change that frees them is durable.
 """
 
 from __future__ import annotations
@@ -57,16 +59,16 @@ _LAST_RETRY_SECONDS: Final = 600.0
 
 
 class Stream(enum.IntEnum):
-    """The source of a record in the log. Files contain the number of the stream.
+    """The source of a record in the log. Log files contain the stream's number.
 
-    Both streams share a single order. A put is recorded before the change that refers to it, and its removal is
+    The two streams share a single order. A put is recorded before the change that refers to it, and its removal is
     recorded after the change that frees it. A single sync makes records of both streams durable.
     """
 
     CHANGES = 1
     """Changes made by the controller, without sample values. A record exceeds 1 MiB only if a single change does."""
     PUTS = 2
-    """Puts of a storage service, including the values of small puts. These records never leave the host."""
+    """Puts of a storage service, including the values of small puts. Records of this stream never leave the host."""
 
 
 # Measured cost of replaying a record, and of restoring a sample from a snapshot.
@@ -81,7 +83,7 @@ _RECORDS_A_TURN: Final = 64  # number of records that a standby applies before i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """The numbers of items recovered from the data directory, and the duration of the recovery."""
+    """Counts of the items recovered from the data directory, and how long the recovery took."""
 
     partition_count: int
     sample_count: int
@@ -92,11 +94,11 @@ class Recovered:
 
 @dataclass(slots=True, kw_only=True)
 class StartCost:
-    """Estimates how long a start would take, and decides when a new snapshot is needed to shorten it.
+    """Estimates how long the next startup will take, and decides when a new snapshot is needed to shorten it.
 
-    A start restores the last snapshot and replays the log after it. A new snapshot is due if a start would otherwise
-    take too long. However, the cost of a snapshot grows with the state. No snapshot is therefore due until replaying
-    the log takes at least as much CPU time as writing a snapshot.
+    Startup restores the last snapshot and then replays the log that follows it. A new snapshot is due if startup would
+    otherwise take too long. However, the cost of a snapshot grows with the size of the state. A snapshot is therefore
+    not due until replaying the log would take at least as much CPU time as writing a snapshot.
 
     Attributes:
         log_seconds: time needed to replay the current log.
@@ -127,8 +129,7 @@ class LogLag:
     Attributes:
         unflushed_count: number of appended records that are not yet durable.
         replay_seconds: estimated time to replay the log at the next start, after the last snapshot has been restored.
-        snapshot_age_seconds: time since the last snapshot, or since the start if this process has not written a
-            snapshot.
+        snapshot_age_seconds: time since the last snapshot, or since startup if this process has not written a snapshot.
         is_failing: whether the last write attempt failed.
         is_disk_low: whether the disk is almost full.
     """
@@ -148,11 +149,11 @@ class StateStore:
     A store must be used from a single event loop.
 
     Attributes:
-        data_dir: open data directory, which is closed with the store.
+        data_dir: open data directory, which is closed together with the store.
         is_failing: whether the last write attempt failed.
         is_shared: whether other controllers follow the log.
-        fatal: function called with a reason and a cause when the service must stop because its memory may not match the
-            log. The function must call `abandon` before it returns.
+        fatal: function called with a reason and a cause when the service must stop because its in-memory state may not
+            match the log. The function must call `abandon` before it returns.
     """
 
     def __init__(self, data_dir: DataDir, log: Log) -> None:
@@ -177,13 +178,12 @@ class StateStore:
 
         Args:
             path: path of the directory.
-            sync: whether durable records survive a crash of the machine. If false, they survive only a crash of the
-                process.
+            sync: whether durable records survive a machine crash. If false, records survive only a process crash.
             accept_loss: whether to continue if the journal is damaged, discarding the damaged record and all later
                 records.
 
         Raises:
-            DataDirError: another process uses the directory, or the directory cannot be used.
+            DataDirError: the directory is in use by another process, or is unusable.
             DiskFullError: the disk has too little space for a journal.
         """
         data_dir = DataDir.open(path)
@@ -199,14 +199,15 @@ class StateStore:
         """Recover the contents of the data directory and start logging changes. Call this method only once.
 
         Args:
-            catalog: receives the recovered partitions and recorded answers. None in a service without a controller.
-            puts: receives the recovered puts. None in a service without a storage engine.
+            catalog: catalog that receives the recovered partitions and recorded answers. None if the service has no
+            controller.
+            puts: journal that receives the recovered puts. None if the service has no storage engine.
 
         Raises:
-            JournalDamagedError: a record is damaged, or does not match the state that precedes it.
+            JournalDamagedError: a record is damaged or does not match the preceding state.
             NewerVersionError: a newer version wrote the newest snapshot or a record.
             DataDirError: the directory contains data for a role that this service does not have. The next snapshot
-                would lose this data.
+                would otherwise lose this data.
         """
         self._catalog, self._puts = catalog, puts
         started_at = time.perf_counter()
@@ -254,7 +255,7 @@ class StateStore:
 
         Raises:
             PreconditionError: the log no longer contains the records that follow the snapshot.
-            JournalDamagedError: a record is damaged, or does not match the state that precedes it.
+            JournalDamagedError: a record is damaged or does not match the preceding state.
         """
         async with contextlib.aclosing(cast("AsyncGenerator[Record, None]", records)) as following:
             async for record in following:
@@ -272,7 +273,7 @@ class StateStore:
 
         Raises:
             SupersededError: another controller has become the leader.
-            JournalDamagedError: a record is damaged, or does not match the state that precedes it.
+            JournalDamagedError: a record is damaged or does not match the preceding state.
         """
         while self._snapshot is not None:
             await asyncio.wait([self._snapshot])
@@ -282,9 +283,9 @@ class StateStore:
         return count
 
     def _restore_newest(self) -> tuple[int, list[bytes]]:
-        """Restore the newest intact snapshot. Return the number of the snapshot and its puts.
+        """Restore the newest intact snapshot. Return the snapshot's number and puts.
 
-        A snapshot from a newer version is treated as intact, so the start fails with NewerVersionError. Falling back to
+        A snapshot from a newer version is treated as intact, so startup fails with NewerVersionError. Falling back to
         an older snapshot would lose later changes.
         """
         damages: list[SnapshotDamagedError] = []
@@ -292,7 +293,7 @@ class StateStore:
             try:
                 snapshot = read_snapshot(snapshot_path(self.data_dir.path, number))
             except SnapshotDamagedError as error:
-                _log.error(LogMessage("skipped a damaged snapshot and used the previous one", error=error))
+                _log.error(LogMessage("skipped a damaged snapshot; falling back to the previous one", error=error))
                 damages.append(error)
                 continue
             if self._catalog is not None:
@@ -300,7 +301,7 @@ class StateStore:
                 self._catalog.answers.restore(snapshot.answers)
                 self._catalog.machine.state.snapshot_number = number
             elif snapshot.partitions:
-                raise self._of_another_role(f"{len(snapshot.partitions)} partitions of a controller")
+                raise self._of_another_role(f"{len(snapshot.partitions)} controller partitions")
             self._cost.restore_seconds = self._restore_seconds()
             return number, list(snapshot.puts)
         if damages:  # the journal no longer contains the records that precede the snapshots
@@ -312,20 +313,20 @@ class StateStore:
             self._catalog.machine.log, self._catalog.machine.fatal = self, self.fatal
 
     def _replay(self, records: Iterable[Record], puts: list[bytes] | None = None) -> int:
-        """Replay records, but append records of a storage engine to `puts`. Return the total number of records."""
+        """Replay records, but append storage engine records to `puts`. Return the total number of records."""
         count = 0
         for record in records:
             count += 1
             if record.stream not in _RECORD_SECONDS:
                 raise NewerVersionError(
-                    f"record {record.number} of the journal belongs to the unknown stream {record.stream}, because a "
-                    f"newer version wrote it; install that version"
+                    f"record {record.number} of the journal belongs to unknown stream {record.stream} because a "
+                    f"newer version wrote the record. Install that version."
                 )
             self._cost.add(Stream(record.stream), len(record.data))
             if record.stream == Stream.PUTS and puts is not None:
                 puts.append(record.data)
             elif self._catalog is None:
-                raise self._of_another_role("the partitions of a controller")
+                raise self._of_another_role("controller partitions")
             else:
                 _apply_again(self._catalog, record)
         return count
@@ -335,13 +336,13 @@ class StateStore:
             with no_collection():  # this creates many objects, none of which are garbage
                 return self._puts.recover(records, self)
         if left_count := len(left_puts(records)):
-            raise self._of_another_role(f"{left_count} puts of a storage service")
+            raise self._of_another_role(f"{left_count} storage service puts")
         return 0
 
     def _of_another_role(self, what: str) -> DataDirError:
         return DataDirError(
-            f"the data directory {self.data_dir.path} contains {what}, which this service does not serve. Start it "
-            f"with the role that wrote the directory, or use a different directory.",
+            f"the data directory {self.data_dir.path} contains {what}, which this service does not serve. Start "
+            f"the service with the role that wrote the directory, or use a different directory.",
             metadata={"path": str(self.data_dir.path)},
         )
 
@@ -360,13 +361,13 @@ class StateStore:
     # Log of the storage engine
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
-        """Append a record of a put or of its removal. The record of a small put includes its values."""
+        """Append the record of a put or of its removal. The record of a small put includes its values."""
         self._append(Stream.PUTS, record, values)
 
     def after_durable(self, callback: Callable[[], None]) -> None:
         """Call `callback` when all records appended so far are durable.
 
-        The callback runs immediately or later. Callbacks run in the order in which they were passed.
+        The callback may run immediately or later. Callbacks run in the order in which they were registered.
         """
         self._log.after_durable(callback)
 
@@ -397,7 +398,7 @@ class StateStore:
         """Stop writing. Discard the records appended in this event-loop step, and all later changes and snapshots.
 
         Args:
-            error: error to raise from all later changes and all waits for durability.
+            error: error to raise for all later changes and durability waits.
         """
         self._abandoned = error
         self.is_failing = True
@@ -435,8 +436,7 @@ class StateStore:
         Raises:
             DiskFullError: the log cannot be written until the disk has free space.
             JournalUnreachableError: the log cannot be written until etcd responds.
-            TqError: the records will never be durable, because the log was abandoned or failed in another way, which is
-                fatal.
+            TqError: the log was abandoned or failed fatally, so the records will never become durable.
         """
         try:
             await self._log.wait_durable()
@@ -445,7 +445,7 @@ class StateStore:
             raise
         except Exception as error:
             if self._abandoned is None:
-                self.fatal("the journal cannot be written", error)
+                self.fatal("could not write to the journal", error)
             raise
         self.is_failing = False
 
@@ -463,7 +463,7 @@ class StateStore:
     async def newest_snapshot(self, least_number: int) -> tuple[int, Path]:
         """Return the number and path of the newest snapshot.
 
-        If the number is below `least_number`, write a new snapshot first.
+        If the newest snapshot's number is below `least_number`, write a new snapshot first.
         """
         if max(snapshot_numbers(self.data_dir.path), default=-1) < least_number:
             await self.take_snapshot()
@@ -473,15 +473,15 @@ class StateStore:
     async def take_snapshot(
         self, contents: Callable[[], ServiceSnapshot] | None = None, appear: Callable[[], None] = lambda: None
     ) -> None:
-        """Write a snapshot from which the log continues. Writing continues even if the caller is cancelled.
+        """Write a snapshot that later recoveries start from. Writing continues even if the caller is cancelled.
 
         Args:
-            contents: function that returns the content, called in the event-loop step that takes the snapshot. None to
-                write the service's current state.
+            contents: function that returns the snapshot's contents, called in the event-loop step that takes the
+            snapshot. If None, the service's current state is written.
             appear: function called when the snapshot is durable, before the next snapshot can be taken.
 
         Raises:
-            OSError, DiskFullError: the disk has too little space. The journal continues as before.
+            OSError, DiskFullError: there is not enough disk space. The journal is unaffected.
         """
         while self._snapshot is not None:
             await asyncio.wait([self._snapshot])
@@ -493,24 +493,24 @@ class StateStore:
         restored: Callable[[ServiceSnapshot], ServiceSnapshot],
         appear: Callable[[], None],
     ) -> None:
-        """Write a snapshot that contains restored partitions, before these partitions become visible in the catalog.
+        """Write a snapshot of restored partitions before they become visible in the catalog.
 
-        The catalog's partitions must not change between the step that takes the snapshot and the call of `appear`.
-        Otherwise, the log would contain a change that does not match the snapshot before it.
+        The catalog's partitions must not change between the step that takes the snapshot and the call to `appear`.
+        Otherwise, the log would contain a change that does not match the preceding snapshot.
 
         Args:
-            restored: function that returns the new state, given the state in the step that takes the snapshot.
-            appear: function that makes the new state current. Called when the snapshot is durable, before the next
-                snapshot can be taken.
+            restored: function that takes the state at the time of the snapshot and returns the new state.
+            appear: function that makes the new state current. The function is called when the snapshot is durable,
+                before the next snapshot can be taken.
 
         Raises:
-            DiskFullError: the disk has too little space. The restore does nothing.
+            DiskFullError: there is not enough disk space. The restore has no effect.
         """
         try:
             await self.take_snapshot(lambda: restored(self._now()), appear)
         except OSError as error:
             raise DiskFullError(
-                f"the restored state could not be written to the data directory ({error}). Free some space and "
+                f"could not write the restored state to the data directory ({error}). Free some disk space and "
                 f"restore again.",
                 metadata={"path": str(self.data_dir.path)},
             ) from error
@@ -522,7 +522,9 @@ class StateStore:
         try:
             await self._write_snapshot(self._now, lambda: None)
         except (OSError, TqError) as error:
-            _log.warning(LogMessage("could not write a snapshot; the journal grows until one succeeds", error=error))
+            _log.warning(
+                LogMessage("could not write a snapshot; the journal keeps growing until one succeeds", error=error)
+            )
         except Exception:
             _log.exception(LogMessage("could not write a snapshot because of a bug; the journal keeps growing"))
         else:
@@ -549,12 +551,12 @@ class StateStore:
                     self._catalog.machine.log_alone(StateReplaced(snapshot_number=number))
                 appear()
             except BaseException as error:
-                self.fatal("could not switch to the state that a snapshot contains", error)
+                self.fatal("could not switch to the state contained in a snapshot", error)
                 raise
             try:
                 await asyncio.to_thread(self.data_dir.remove_unneeded, self._log.backend, number)
             except OSError as error:
-                _log.warning(LogMessage("could not remove files that the newest snapshot replaces", error=error))
+                _log.warning(LogMessage("could not remove files made obsolete by the newest snapshot", error=error))
             self._cost.restore_seconds, self._cost.snapshot_seconds = restore_seconds, snapshot_seconds
             self._snapshot_at = time.monotonic()
         finally:
@@ -585,7 +587,7 @@ class StateStore:
         try:
             self._log.close()
         except TqError as error:
-            _log.error(LogMessage("could not write the last changes", error=error))
+            _log.error(LogMessage("could not write the last changes to the journal", error=error))
         self.data_dir.close()
 
 
@@ -600,7 +602,7 @@ def _apply_again(catalog: Catalog, record: Record) -> None:
         raise
     except (TqError, LookupError, ValueError, TypeError, struct.error) as error:
         raise JournalDamagedError(
-            f"record {record.number} of the journal ({kind}) does not match the state before it: {error}. Restore a "
+            f"record {record.number} of the journal ({kind}) does not match the preceding state: {error}. Restore a "
             f"checkpoint into an empty data directory.",
             metadata={"record": str(record.number)},
         ) from error

@@ -41,7 +41,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         clear_samples      ──> clear_samples: the named samples, or all samples put by this process
 
     Args:
-        cfg: section `data_plane` of NeMo-RL's configuration. `controller_address` is the service's address,
+        cfg: the `data_plane` section of NeMo-RL's configuration. `controller_address` is the service's address,
             "host:port", and defaults to `TQ_ADDRESS`. `namespace` separates runs that share a service, and defaults to
             `TQ_NAMESPACE`. Size settings for TransferQueue's backends are ignored.
         bootstrap: whether this process is the driver. The driver immediately checks that the service is reachable.
@@ -85,7 +85,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
     ) -> None:
         """Create a partition that only the given tasks can consume.
 
-        If the partition exists with other settings but is empty, it is cleared and created again. Later steps can
+        If the partition exists with different settings but is empty, it is cleared and created again. Later steps can
         therefore reuse the name with new settings.
 
         Args:
@@ -98,7 +98,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
                 types are rejected.
 
         Raises:
-            AlreadyExistsError: the partition has samples, and exists with other tasks or enums.
+            AlreadyExistsError: the partition contains samples, and was created with different tasks or enums.
         """
         del fields, num_samples, grpo_group_size
         settings: dict[str, Any] = {
@@ -166,7 +166,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         """Return the data of a batch. Without `select_fields`, return the fields in `meta.fields`.
 
         Raises:
-            ValueError: neither argument names fields.
+            ValueError: neither `select_fields` nor `meta.fields` contains field names.
         """
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:

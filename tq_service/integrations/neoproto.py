@@ -1,6 +1,6 @@
 """Adapter for verl's NeoProto: a `StorageEngine` that stores values in the service, activated by `install`.
 
-`docs/integrations/neoproto.md` describes settings and semantics. The engine implements the interface of
+`docs/integrations/neoproto.md` describes the settings and semantics. The engine implements the interface of
 `verl/experimental/neoproto/storage` at commits 68ee5fa and 40c4bd1 of the verl repository. No release of verl includes
 NeoProto yet.
 """
@@ -50,8 +50,8 @@ class StoredValue:
     Attributes:
         namespace: namespace of the client that put the value.
         partition_id: partition of the value, within the namespace.
-        incarnation: incarnation of the partition. It distinguishes the value from values in a later partition with this
-            name.
+        incarnation: incarnation of the partition. The incarnation distinguishes the value from values in a later
+            partition with the same name.
         first_index: index of the value's first sample.
         row_count: number of samples that store the value: the number of rows if `is_split`, otherwise 1.
         field: name of the field that stores the value.
@@ -76,9 +76,11 @@ class StoredValue:
 
 
 def _received(*values: Any) -> StoredValue:
-    """Return the location of a value from its fields. Called when a location from another process is unpickled.
+    """Return the location of a value from its fields.
 
-    Also ensure that verl has an engine for refs to the value.
+    This function is called when a location from another process is unpickled.
+
+    The function also ensures that verl has an engine for refs to the value.
     """
     _register(None)
     return StoredValue(*values)
@@ -89,7 +91,7 @@ class _Column:
     """A value converted to rows of a field.
 
     Attributes:
-        value: location of the value. Its samples are not known yet.
+        value: location of the value, whose samples are not known yet.
         rows: tensor or array of shape `(row_count, ...)`, or a list with one object.
         size_bytes: size of the rows in bytes; 0 for objects.
     """
@@ -114,16 +116,16 @@ class TqServiceStorageEngine:
     Any process may get and release values that were put by another process. As in verl's own engines, `release` frees
     values immediately, even if other processes still have refs to them.
 
-    Several threads and forked processes may use the same engine. It connects on first use. A pickled engine contains
-    only its settings.
+    Several threads and forked processes may use the same engine. The engine connects on first use. A pickled engine
+    contains only its settings.
 
     Args:
         address: address of the service, "host:port", or several addresses. Defaults to `TQ_ADDRESS`.
         partition_id: partition for new values. Refs to values in other partitions also work.
         namespace: namespace that separates runs that share a service. Defaults to `TQ_NAMESPACE`.
         ttl_seconds: seconds after which the service frees unreleased values. If None, values are never freed
-            automatically. The limit applies only if this engine creates the partition, when it connects or clears the
-            partition.
+            automatically. The limit applies only if this engine creates the partition, which it does when it connects
+            or clears the partition.
     """
 
     backend = BACKEND
@@ -148,7 +150,7 @@ class TqServiceStorageEngine:
 
     @property
     def client(self) -> tq.Client:
-        """The client of this process. It is created on first use."""
+        """The client of this process, which is created on first use."""
         connected = self._connected
         if connected is not None and connected[0] == os.getpid():
             return connected[1]
@@ -182,11 +184,12 @@ class TqServiceStorageEngine:
         Args:
             value: a tensor on any device, an array, or an object whose type is allowed in object fields.
             key_hint: prefix of the ref's `uid`.
-            spec: a verl `FieldSpec`. Its dtype and shape are used for the ref if the value has no dtype or shape.
+            spec: a verl `FieldSpec`. The dtype and shape of the spec are used for the ref if the value has no dtype or
+                shape.
 
         Raises:
             UnsupportedObjectError: the type of the object cannot be stored.
-            QuotaExceededError, ResourceExhaustedError: the service has no capacity.
+            QuotaExceededError, ResourceExhaustedError: the service lacks capacity.
         """
         return self.put_many([value], key_hint=key_hint, spec=spec)[0]
 
@@ -194,7 +197,7 @@ class TqServiceStorageEngine:
         """Store values and return refs to them, in order. If a value cannot be stored, no value is stored.
 
         Large values are stored individually as the iterable yields them, so they need not all be in memory. Small
-        values with equal dtype share a put.
+        values with the same dtype share a put.
         """
         stored: dict[int, StoredValue] = {}
         described: list[tuple[str, tuple[int, ...] | None]] = []
@@ -250,16 +253,18 @@ class TqServiceStorageEngine:
 
         Raises:
             SampleNotFoundError, PartitionNotFoundError: the value was released or cleared. Both errors are KeyErrors.
-            ValueError: the ref belongs to another backend.
+            ValueError: the ref belongs to a different backend.
             DataLossError: the storage service that stored the value restarted without the value.
         """
         return self.get_many([ref])[0]
 
     def get_many(self, refs: Sequence[Ref | None], apply_ops: bool = True) -> list[Any]:
-        """Return the values of refs in order, with None for each None. Values of equal kind are fetched in one call.
+        """Return the values of refs in order, with None for each ref that is None.
+
+        Values of the same kind are fetched in one call.
 
         Args:
-            refs: the refs. Several refs may select different rows of one value.
+            refs: the refs. Several refs may select different rows of the same value.
             apply_ops: whether to apply the slices and operations of the refs. If False, complete values are returned.
 
         Raises:
@@ -275,7 +280,7 @@ class TqServiceStorageEngine:
         return [None if each is None else each.result() for each in wanted]
 
     def _fetch(self, group: Sequence[_Wanted]) -> None:
-        """Fetch values of equal kind: either rows of one shape, or complete values from one field."""
+        """Fetch values of the same kind: either rows of one shape, or complete values from one field."""
         first = group[0].value
         indexes = np.concatenate([each.indexes for each in group])
         column: Any
@@ -306,7 +311,7 @@ class TqServiceStorageEngine:
         )
 
     def get_rows(self, ref: Ref, rows: Any) -> Any:
-        """Return rows of a value. `rows` are positions in the selection of the ref.
+        """Return rows of a value. `rows` are positions within the ref's selection.
 
         NeoProto calls this method to get the rows of a rank.
         """
@@ -327,7 +332,7 @@ class TqServiceStorageEngine:
         """Join the values of refs along the first dimension, and store the result as one value. The refs remain valid.
 
         Tensors and arrays without dimensions are stacked, and objects form an array of objects. One call can then fetch
-        data that was previously distributed over several puts and storage services.
+        data that was previously distributed across several puts and storage services.
 
         Args:
             old_engine: the engine that stores the values of the refs. Defaults to this engine.
@@ -337,7 +342,7 @@ class TqServiceStorageEngine:
             ValueError: there are no refs, a ref is None, or the values differ in dtype or row shape.
         """
         if not refs or any(ref is None for ref in refs):
-            raise ValueError(f"refs is {list(refs)!r}; expected at least one ref, and no None")
+            raise ValueError(f"refs is {list(refs)!r}; expected at least one ref and no None values")
         engine = self if old_engine is None else old_engine
         return self.put(_consolidated(engine.get_many(list(refs))), key_hint="consolidated")
 
@@ -345,7 +350,7 @@ class TqServiceStorageEngine:
         """Free the values of refs, even if other refs to the values exist. Values that are already freed are ignored.
 
         Raises:
-            ValueError: a ref belongs to another backend. No value is freed.
+            ValueError: a ref belongs to a different backend. In this case, no value is freed.
         """
         named = [refs] if isinstance(refs, Ref) else [ref for ref in refs if ref is not None]
         self._clear([_value_of(ref) for ref in named])
@@ -434,7 +439,7 @@ class _Wanted:
         )  # fmt: skip
 
     def result(self) -> Any:
-        """Build the value from the fetched rows, and return it."""
+        """Build and return the value from the fetched rows."""
         value: Any = self.rows if self.value.is_split else self.rows[0]
         if self.value.form == "array":
             value = value.numpy()
@@ -539,7 +544,7 @@ def _consolidated(values: Sequence[Any]) -> Any:
         alike = {(each.dtype, tuple(each.shape[1:])) for each in values}
         if len(has_no_rows) > 1 or len(alike) > 1:
             shapes = [f"{each.dtype} {tuple(each.shape)}" for each in values[:8]]
-            raise ValueError(f"the values of refs are {shapes}; expected the same dtype and row shape for all")
+            raise ValueError(f"the values of refs are {shapes}; expected the same dtype and row shape for all values")
         if kinds == {torch.Tensor}:
             return torch.stack(list(values)) if has_no_rows == {True} else torch.cat(list(values))
         return np.stack(values) if has_no_rows == {True} else np.concatenate(values)
@@ -577,8 +582,8 @@ def _indexes(value: StoredValue) -> NDArray[np.int64]:
 def _value_of(ref: Ref) -> StoredValue:
     if ref.backend != BACKEND or not isinstance(ref.dataptr, StoredValue):
         raise ValueError(
-            f"ref has backend {ref.backend!r} and a dataptr of type {type(ref.dataptr).__name__}; expected a "
-            f"ref of backend {BACKEND!r}. Use the engine that created the ref"
+            f"ref has backend {ref.backend!r} and a dataptr of type {type(ref.dataptr).__name__}; expected a ref with "
+            f"backend {BACKEND!r}. Use the engine that created the ref"
         )
     return ref.dataptr
 
@@ -587,14 +592,14 @@ def _value_of(ref: Ref) -> StoredValue:
 
 
 def install(engine: TqServiceStorageEngine | None = None, *, clear_at_exit: bool = False) -> TqServiceStorageEngine:
-    """Make an engine the default of verl in this process. NeoProto then stores its values in the service.
+    """Make an engine verl's default in this process. NeoProto then stores its values in the service.
 
     Processes that only receive refs need not call `install`. Unpickling a ref creates an engine for `TQ_ADDRESS`.
 
     Args:
         engine: the engine to use. Defaults to a new engine for `TQ_ADDRESS`.
-        clear_at_exit: whether to free all values in the engine's partition when this process ends. Set this only in the
-            driver of a run.
+        clear_at_exit: whether to free all values in the engine's partition when this process ends. Set this option only
+            in the driver of a run.
 
     Returns:
         The new default engine.
@@ -620,8 +625,8 @@ def _register(engine: TqServiceStorageEngine | None) -> None:
 
     If `engine` is None, register a new engine for `TQ_ADDRESS`, unless an engine is already registered.
 
-    verl looks up engines in a dict. Its function for releasing refs supports only verl's own backends, so it is
-    replaced here.
+    verl looks up engines in a dict. The function that verl uses to release refs supports only verl's own backends, so
+    it is replaced here.
     """
     from verl.experimental.neoproto import neo  # noqa: PLC0415  (verl's module imports the engine module)
     from verl.experimental.neoproto.storage import default  # noqa: PLC0415  (as above)

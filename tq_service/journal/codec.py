@@ -1,12 +1,12 @@
 """Encodes dataclasses to bytes and decodes them, based on their declared fields.
 
-A dataclass is encoded as a msgpack map from field names to values. Fields with their default value are omitted. Fields
-declared with `field(metadata={"is_encoded": False})` are also omitted. Decoding follows the declared types, so older
-data remains readable when a field with a default is added. If the data contains an unknown field, the error states that
-a newer version wrote the data.
+A dataclass is encoded as a msgpack map from field names to values. Fields that hold their default value are omitted.
+Fields declared with `field(metadata={"is_encoded": False})` are also omitted. Decoding follows the declared types, so
+older data remains readable when a field with a default is added. If the data contains an unknown field, the error
+states that a newer version wrote the data.
 
-Arrays are encoded as bytes. A range of consecutive integers is encoded as two numbers, regardless of its length.
-`compact` produces smaller encodings but takes longer. Object arrays may contain strings, tuples and None.
+Arrays are encoded as bytes. A range of consecutive integers is always encoded as two numbers, however long the range
+is. `compact` produces smaller encodings but takes longer. Object arrays may contain strings, tuples and None.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def encode_named(value: Any) -> bytes:
 
 
 def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) -> Value:
-    """Create an instance of one of the given dataclasses from its class name and fields. Its arrays are read-only.
+    """Create an instance of one of the given dataclasses from a class name and fields.
+
+    All arrays in the instance are read-only.
 
     Raises:
         NewerVersionError: the class name or a field is unknown.
@@ -82,7 +84,7 @@ def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) ->
     kind: Any = kinds.get(name)
     if kind is None:
         raise NewerVersionError(
-            f"a record is of the unknown kind {name!r}, because a newer version wrote it; install that version"
+            f"a record has the unknown kind {name!r} because a newer version wrote it; install that version"
         )
     value: Value = decoder(kind)(fields)
     return value
@@ -118,13 +120,13 @@ def _same(value: Any) -> Any:
 
 
 def _union_decoder(kinds: Sequence[Any]) -> Callable[[Any], Any]:
-    """Return the decoder for `X | None`, or for a union of plain types."""
+    """Return the decoder for `X | None` or for a union of plain types."""
     decoders = [decoder(kind) for kind in kinds if kind is not types.NoneType]
     special = next((each for each in decoders if each is not _same), None)
     if special is None:
         return _same
     if len(decoders) > 1:
-        raise TypeError(f"{kinds} cannot be distinguished after encoding; use one dataclass, or an Optional of one")
+        raise TypeError(f"{kinds} cannot be distinguished after encoding. Use a single dataclass, or make it Optional")
     return lambda value: None if value is None else special(value)
 
 
@@ -139,8 +141,8 @@ def _dataclass_decoder(kind: Any) -> Callable[[Any], Any]:
         for name, value in values.items():
             if name not in known:
                 raise NewerVersionError(
-                    f"{kind.__name__} has {name!r}, which this version does not know, because a newer version wrote "
-                    "it; install that version"
+                    f"{kind.__name__} has the unknown field {name!r} because a newer version wrote the data; "
+                    "install that version"
                 )
             if known[name] is not _same:
                 values[name] = known[name](value)
@@ -156,11 +158,11 @@ def _encoded_fields(kind: Any) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that msgpack cannot pack to a value that it can pack."""
+    """Convert a value that msgpack cannot pack into one that it can."""
     if isinstance(value, np.ndarray):
         return _packed_array(value)
     if not dataclasses.is_dataclass(value):
-        raise TypeError(f"{type(value).__name__} {value!r} is neither a plain value, nor an array, nor a dataclass")
+        raise TypeError(f"cannot encode {type(value).__name__} {value!r}; expected a plain value, array or dataclass")
     kind: Any = type(value)
     packed = {}
     for name, default in _encoded_fields(kind):
@@ -175,7 +177,7 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
     if values.ndim == 1 and values.dtype == np.object_:
         return msgpack.ExtType(_OBJECTS, msgpack.packb(values.tolist()))
     if values.dtype not in _CODES:
-        raise TypeError(f"an array of {values.dtype} with {values.ndim} dimensions cannot be encoded")
+        raise TypeError(f"cannot encode a {values.ndim}-dimensional array of {values.dtype}")
     if values.ndim != 1:
         return msgpack.ExtType(_SHAPED, msgpack.packb((values.shape, values.reshape(-1)), default=_plain))
     may_be_range = size >= _LEAST_RANGE and values.dtype == np.int64
@@ -185,10 +187,10 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
 
 
 def compact(values: NDArray[Any]) -> Any:
-    """Return a form of a one-dimensional array that `encode` encodes in fewer bytes. It decodes to an equal array.
+    """Convert a one-dimensional array to a more compact form for `encode`. The result decodes to an equal array.
 
-    Integers and booleans become either runs of consecutive numbers, or distances from the minimum. Each distance takes
-    a few bytes, or no bytes if all values are equal. Other arrays are returned unchanged.
+    Integers and booleans become either runs of consecutive numbers or offsets from the minimum. Each offset takes a few
+    bytes, or none if all values are equal. Other arrays are returned unchanged.
     """
     if values.dtype.kind not in "iub" or not values.size:
         return values
@@ -209,12 +211,12 @@ def compact(values: NDArray[Any]) -> Any:
 
 
 def _array(code: int, data: bytes) -> NDArray[Any]:
-    """Decode the array in a msgpack extension."""
+    """Decode an array from a msgpack extension."""
     if code in _DTYPES:
         return np.frombuffer(data, _DTYPES[code])
     if code > _NEAR:
         raise NewerVersionError(
-            f"values are of the unknown kind {code}, because a newer version wrote them; install that version"
+            f"an array has the unknown kind {code} because a newer version wrote it; install that version"
         )
     values: NDArray[Any]
     content = _BOUNDS.unpack(data) if code == _RANGE else unpack(data)

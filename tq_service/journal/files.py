@@ -3,26 +3,27 @@
 Log segments, snapshots and checkpoints all consist of frames.
 
     frame:   header, body
-    header:  size of the body (uint32), number of the frame (uint64), XXH3 of the body, seeded with that number
-             (uint64), XXH32 of the preceding header bytes (uint32); all numbers are little-endian
+    header:  body size (uint32), frame number (uint64), XXH3 of the body, seeded with the frame number (uint64), XXH32
+             of the preceding header bytes (uint32); all numbers are little-endian
 
-A reader knows the number of the next frame, so it detects missing, repeated and misplaced frames.
+A reader knows which frame number to expect, so it detects missing, repeated and misplaced frames.
 
-A record file gets its final name only after it is complete and synced. It consists of the string "tqrecs02", one frame
-per record, numbered from 0, and a final frame with an empty body.
+A record file gets its final name only after it is complete and synced. Each record file consists of the string
+"tqrecs02", one frame per record (numbered from 0), and a final frame with an empty body.
 
 The log is a chain of segments. Each frame in a segment contains the records of one group.
 
     segment: "tqlog004", opening frame, frame ..., closing frame
 
-A new segment begins when the service starts, when the current segment is long, and with each snapshot. A snapshot and
-the segment that begins with it have the same number. After loading a snapshot, reading continues at that segment.
-Records are numbered across all segments. Each frame is numbered after its first record.
+A new segment begins when the service starts, when the current segment reaches its size limit, and with each snapshot. A
+snapshot and the segment that begins with it have the same number. After a snapshot is loaded, reading continues at the
+segment with the same number. Records are numbered consecutively across segments. Each frame has the number of its first
+record.
 
-The boundary between two segments also has a number. The closing frame of the earlier segment, which has an empty body,
-carries this number and announces the next segment. The next segment has the same number in its file name and in its
-opening frame, which describes how the segment is written. If the process is killed, the segment consists of complete
-frames, followed by at most one partial frame. Only a power loss causes other damage.
+The boundary between two segments also has a number. The earlier segment ends with a closing frame, which has an empty
+body, carries the boundary's number and announces the next segment. The next segment repeats the number in its file name
+and in its opening frame, which describes how the segment is written. If the process is killed, the current segment
+consists of complete frames, followed by at most one partial frame. Any other damage is caused by a power loss.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def snapshot_numbers(directory: Path) -> list[int]:
 
 
 def numbers_in(directory: Path, pattern: re.Pattern[str]) -> list[int]:
-    """Return the numbers in all file names that match a pattern, in ascending order."""
+    """Return the numbers from all file names that match a pattern, in ascending order."""
     matches = (pattern.fullmatch(path.name) for path in directory.iterdir())
     return sorted(int(match[1]) for match in matches if match is not None)
 
@@ -155,7 +156,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
     Args:
         path: path of the directory.
-        mode: permissions of the directory. New parent directories get default permissions.
+        mode: permissions of the directory. New parent directories receive the default permissions.
 
     Raises:
         OSError: the directory could not be created.
@@ -194,7 +195,7 @@ class Break(Exception):  # noqa: N818  (caught by the reader, which raises an er
 
 
 def frame(number: int, parts: Iterable[bytes | bytearray | memoryview]) -> tuple[bytes, bytes]:
-    """Return the header and body of a frame. The body is a copy of the parts."""
+    """Return the header and body of a frame. The body is copied from the parts."""
     body = b"".join(parts)
     checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
     return checked + _CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
@@ -214,7 +215,7 @@ def read_frame(file: BinaryIO, number: int) -> bytes:
     if xxhash.xxh3_64_intdigest(body, found) != checksum:
         raise Break("has a frame that does not match its checksum")
     if found != number:
-        raise Break(f"has record {found} where record {number} should be")
+        raise Break(f"has record {found} where record {number} was expected")
     return body
 
 
@@ -235,7 +236,7 @@ class Pace:
 
 
 class RecordWriter(FileWriter):
-    """Writes records in order. The writing thread pauses regularly so that the event loop can run.
+    """Writes records in order, pausing the writing thread regularly so that the event loop can run.
 
     Raises:
         OSError: the file could not be written, or too little disk space would remain free.
@@ -259,7 +260,7 @@ class RecordWriter(FileWriter):
             self._unchecked_bytes = 0
             free = free_bytes(self._partial.parent)
             if free < _SPARE_BYTES:
-                raise OSError(errno.ENOSPC, f"the disk has {free} bytes free, but {_SPARE_BYTES} must stay free")
+                raise OSError(errno.ENOSPC, f"the disk has only {free} bytes free; {_SPARE_BYTES} must stay free")
         self._pace.step()
 
     def commit(self) -> None:
@@ -281,7 +282,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
 
     Args:
         path: path of the file.
-        at: byte position of the first record to read. 0 for the start of the file.
+        at: byte position of the first record to read, or 0 for the start of the file.
         number: number of the first record to read.
 
     Raises:
@@ -291,7 +292,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
         try:
             if file.read(len(_RECORDS_MAGIC)) != _RECORDS_MAGIC:
-                raise Break("does not begin like a record file")
+                raise Break("does not begin with the signature of a record file")
             at = at or len(_RECORDS_MAGIC)
             file.seek(at)
             while body := read_frame(file, number):
@@ -299,7 +300,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
                 at += HEADER_BYTES + len(body)
                 number += 1
             if file.read(1):
-                raise Break("continues after its end")
+                raise Break("has extra bytes after the final frame")
         except Break as flaw:
             raise damaged(path, at, f"it {flaw}") from None
 
@@ -319,7 +320,7 @@ def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] 
 
 
 def damaged(path: Path, at: int, problem: str) -> SnapshotDamagedError:
-    """Return the error for damage at a byte position in a file."""
+    """Create the error that reports damage at a byte position in a file."""
     return SnapshotDamagedError(
         f"{path} is damaged at byte {at}: {problem}. Use an older file, or restore a checkpoint.",
         metadata={"path": str(path), "byte": str(at)},
@@ -352,12 +353,12 @@ def machine_boot_id() -> str:
 
 
 class SegmentWriter:
-    """A segment that is open for writing, used by one thread at a time. Its methods raise OSError.
+    """A segment that is open for writing, used by one thread at a time. Methods raise OSError if they fail.
 
     Args:
         path: path of the file.
         flags: additional flags for `os.open`.
-        end: number of bytes to keep. The rest of the file is truncated.
+        end: number of bytes to keep; the rest of the file is truncated.
     """
 
     def __init__(self, path: Path, flags: int = 0, end: int = 0) -> None:
@@ -367,7 +368,7 @@ class SegmentWriter:
         os.ftruncate(self._descriptor, end)
 
     def append(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Write a frame in one system call, or a closing frame if `records` is empty.
+        """Write a frame, or a closing frame if `records` is empty, in one system call.
 
         If the call fails, undo the write.
         """
@@ -388,11 +389,11 @@ class SegmentWriter:
         self._end += size
 
     def sync(self) -> None:
-        """Sync all written bytes to the disk."""
+        """Sync all written bytes to disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Sync and close the file. Errors are logged but not raised."""
+        """Sync and close the file. Log errors instead of raising them."""
         try:
             try:
                 self.sync()
@@ -408,7 +409,7 @@ class FoundSegment:
     Attributes:
         number: number in the file name.
         path: path of the file.
-        size: size of the file, in bytes.
+        size: file size in bytes.
         end: number of intact bytes read so far, not including the closing frame.
         last_number: number of the last record before `end`.
         is_closed: whether a closing frame follows at `end`.
@@ -430,7 +431,8 @@ class FoundSegment:
             with self._opened(0) as file:
                 magic = file.read(len(_SEGMENT_MAGIC))
                 if magic != _SEGMENT_MAGIC:
-                    raise Break("does not begin like a journal file", is_torn=_SEGMENT_MAGIC.startswith(magic))
+                    is_torn = _SEGMENT_MAGIC.startswith(magic)
+                    raise Break("does not begin with the signature of a journal file", is_torn=is_torn)
                 opening = read_frame(file, number)
                 self.is_synced, self.machine_boot_id, self.end = bool(opening[0]), opening[1:].decode(), file.tell()
         except Break as flaw:
@@ -472,7 +474,7 @@ class FoundSegment:
                     if not body:
                         self.is_closed = True
                         if file.peek(1):
-                            raise Break("continues after its closing frame")
+                            raise Break("has extra bytes after the closing frame")
                         return
                     self.end += HEADER_BYTES + len(body)
                     for record in unpacked(body, self.last_number + 1):
@@ -482,7 +484,7 @@ class FoundSegment:
             self.flaw = flaw
 
     def has_frame_after_flaw(self) -> bool:
-        """Whether an intact later frame follows the flaw, which proves that the damaged bytes had been synced."""
+        """Whether an intact frame follows the flaw, which proves that the damaged bytes had been synced."""
         data = self.path.read_bytes()[self.end + 1 :]
         file = io.BytesIO(data)
         # For each byte, the number of a frame that would begin there. The padding allows frames that begin at the last
@@ -511,10 +513,10 @@ class FoundSegment:
 class FileBackend:
     """A log backend that writes each group of records as one frame to a segment file.
 
-    Without `sync`, a record is durable when the operating system has received it, so it survives any termination of the
-    process. A power loss may destroy the last records, but never a record that precedes a surviving record. The event
-    loop writes the frames itself, because passing them to a thread would take longer. With `sync`, a record is durable
-    when it is on the disk.
+    Without `sync`, a record is durable once the operating system has received it, so the record survives any
+    termination of the process. A power loss may destroy the last records, but never a record that precedes a surviving
+    record. The event loop writes the frames itself, because passing them to a thread would take longer. With `sync`, a
+    record is durable once it is on disk.
 
     Args:
         directory: existing directory for the files. No other process may write to this directory.
@@ -522,7 +524,7 @@ class FileBackend:
         accept_loss: whether `read` discards a damaged record and all later records instead of raising an error.
 
     Attributes:
-        last_number: number of the last record or opening frame read. The next record gets the next number.
+        last_number: number of the last record or opening frame read. The record after it receives the next number.
     """
 
     group_bytes = 8 * 2**20
@@ -543,7 +545,7 @@ class FileBackend:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield all records from the segment with this number onward, or all records if the number is 0.
+        """Yield the records from the segment with this number onward, or all records if the number is 0.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.
@@ -574,10 +576,10 @@ class FileBackend:
             ) from error
 
     def _has_beginning(self, found: Sequence[FoundSegment], number: int) -> bool:
-        """Whether the log is complete at its beginning.
+        """Whether the beginning of the log is complete.
 
         Raises:
-            JournalDamagedError: records are missing, and only damage can explain this.
+            JournalDamagedError: records are missing, and only damage can explain the loss.
         """
         first = found[0] if found else None
         if first is None or first.number != (number or 1):
@@ -597,7 +599,7 @@ class FileBackend:
         """Whether the next segment begins where this segment ends.
 
         Raises:
-            JournalDamagedError: records are missing, and only damage can explain this.
+            JournalDamagedError: records are missing, and only damage can explain the loss.
         """
         number = segment.last_number + 1
         continues = bool(following) and following[0].is_begun and following[0].number == number
@@ -608,11 +610,11 @@ class FileBackend:
                     shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
                 except OSError as error:
                     name = segment.path.name
-                    _log.warning(LogMessage("could not copy the damaged segment", file=name, error=error))
+                    _log.warning(LogMessage("could not copy a damaged segment", file=name, error=error))
                 return False
             _log.warning(
                 LogMessage(
-                    "truncated a record that was incomplete when the service or the machine stopped",
+                    "truncated a record that was left incomplete when the service or the machine stopped",
                     file=segment.path.name,
                     bytes=segment.size - segment.end,
                     after_record=segment.last_number,
@@ -642,11 +644,11 @@ class FileBackend:
                 _log.warning(LogMessage("removed a segment without records", file=segment.path.name))
                 segment.path.unlink()
             else:
-                _log.warning(LogMessage("quarantined a segment that follows lost records", file=segment.path.name))
+                _log.warning(LogMessage("quarantined a segment that comes after lost records", file=segment.path.name))
                 quarantine(segment.path, _LOST_SUFFIX)
 
     def _report(self, path: Path, at: int, problem: str) -> None:
-        """Raise JournalDamagedError. If losing records is accepted, log the damage instead."""
+        """Raise JournalDamagedError. If lost records are acceptable, log the damage instead."""
         place = f"{path}, byte {at}," if at else f"{path}"
         if not self._accept_loss:
             raise JournalDamagedError(
@@ -654,9 +656,7 @@ class FileBackend:
                 "--accept-journal-loss to keep the records before the damage and lose all later ones.",
                 metadata={"file": path.name, "byte": str(at), "after_record": str(self.last_number)},
             )
-        _log.error(
-            LogMessage("accepted damage in the journal; lost records", file=path, byte=at or None, problem=problem)
-        )
+        _log.error(LogMessage("lost records to damage in the journal", file=path, byte=at or None, problem=problem))
 
     # Writing
 
@@ -679,8 +679,8 @@ class FileBackend:
             reason = "is full" if error.errno == errno.ENOSPC else f"does not accept writes ({error})"
             path = segment_path(self._directory, number) if segment is None else segment.path
             raise DiskFullError(
-                f"the disk of the data directory {reason}: {path.name} cannot grow; no acknowledged data is lost. Free "
-                "some space; the service then resumes",
+                f"the disk of the data directory {reason}: {path.name} cannot grow. No acknowledged data is lost. "
+                "Free some space; the service then resumes",
                 retry_after_seconds=_RETRY_SECONDS,
                 metadata={"path": str(path)},
             ) from error
@@ -729,7 +729,7 @@ class FileBackend:
         return segment
 
     def _with_reserve(self, write: Callable[[], T]) -> T:
-        """Call `write`. If it fails, release the reserved space and call it again."""
+        """Call `write`. If the call fails, release the reserved space and call `write` again."""
         try:
             return write()
         except OSError:
@@ -739,7 +739,7 @@ class FileBackend:
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether the disk was full and has little space left. This space is reserved for records that free space."""
+        """Whether the disk was full and still has little free space, which is reserved for records that free space."""
         if self._reserve.is_filled:
             return False
         if time.monotonic() >= self._look_at and self._segment is not None:
@@ -781,7 +781,7 @@ class EmergencyDiskReserve:
         self.is_filled = path.exists() and path.stat().st_size == RESERVE_BYTES
 
     def fill(self) -> None:
-        """Reserve the space, unless too little disk space would remain free."""
+        """Reserve disk space, unless too little would remain free."""
         with self._lock:
             try:
                 if self.is_filled or free_bytes(self._path.parent) < 2 * RESERVE_BYTES:
@@ -802,8 +802,8 @@ class EmergencyDiskReserve:
         if was_filled:
             _log.error(
                 LogMessage(
-                    "the disk of the data directory is full: free some space. Released the reserve, so clears can "
-                    "still be written",
+                    "the disk of the data directory is full. Free some space. The reserve was released, so clears "
+                    "can still be written",
                     released_mib=RESERVE_BYTES >> 20,
                 )
             )

@@ -3,7 +3,7 @@
     read -> append ... wait_durable ... rotate -> close
 
 The records appended in one event-loop step form a group, which becomes durable as a unit. Groups are queued until a
-caller waits for one of them. All queued groups are then written in a single call, because each write has a fixed cost.
+caller waits for one of them. All queued groups are then written in one call, because each write has a fixed cost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RECORD: Final = struct.Struct("<IB")
 _PAUSE_SECONDS: Final = 0.05
 
 NewRecord: TypeAlias = tuple[int, Sequence[bytes | bytearray]]
-"""A record to write, given as its stream number and its bytes in one or more parts."""
+"""A record to write: its stream number, and its bytes in one or more parts."""
 
 
 class Record(NamedTuple):
@@ -50,7 +50,7 @@ def packed(records: Sequence[NewRecord]) -> Iterator[bytes | bytearray]:
 
 
 def unpacked(body: bytes, number: int) -> Iterator[Record]:
-    """Yield the records in a group. `number` is the number of the first record."""
+    """Yield the records in a group. `number` is that of the group's first record."""
     at = 0
     while at < len(body):
         size, stream = _RECORD.unpack_from(body, at)
@@ -63,7 +63,7 @@ class LogBackend(Protocol):
     """Stores the groups of one log and reads them back.
 
     Attributes:
-        is_blocking: whether `write` waits for a disk or the network, so that it must be called in a thread.
+        is_blocking: whether `write` waits for a disk or the network and must therefore be called in a thread.
         group_bytes: maximum total size of the groups joined into one write.
         segment_bytes: segment size that triggers an automatic rotation.
         patience_seconds: time for which writes to an unreachable backend are retried before callers get an error.
@@ -76,7 +76,7 @@ class LogBackend(Protocol):
 
     @property
     def last_number(self) -> int | None:
-        """Last number in use, available after `read` is exhausted. None if this process may not write."""
+        """Last number in use, available once `read` is exhausted, or None if this process may not write."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class LogBackend(Protocol):
         ...
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield all records from the rotation with this number onward, or all records if the number is 0.
+        """Yield the records that follow the rotation with this number, or all records if the number is 0.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.
@@ -93,7 +93,7 @@ class LogBackend(Protocol):
         ...
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Make a group durable, or begin a segment if `records` is empty. Retries pass equal arguments.
+        """Make a group durable, or begin a segment if `records` is empty. A retry passes the same arguments.
 
         Raises:
             DiskFullError, JournalUnreachableError: the write failed, but a retry may succeed.
@@ -102,11 +102,11 @@ class LogBackend(Protocol):
         ...
 
     def sync_rotated(self, number: int) -> None:
-        """Block until the data needed to read from this rotation can survive a power loss."""
+        """Block until all data needed to read from this rotation onward can survive a power loss."""
         ...
 
     def truncate_before(self, number: int) -> None:
-        """Delete records that are needed only to read from lower numbers. This call blocks."""
+        """Delete records that are needed only when reading from a lower number. This call blocks."""
         ...
 
     def close(self) -> None:
@@ -117,12 +117,12 @@ class LogBackend(Protocol):
 class Log:
     """A log that commits groups of records through a backend.
 
-    A log must be used from a single event loop. A blocking backend is called from a single worker thread. The log
-    writes only when a caller waits. If a group could not be written, it keeps its place in the queue and the write is
-    retried.
+    A log must be used from a single event loop. A blocking backend is called from a single worker thread. Groups are
+    written only when a caller waits for durability. A group that could not be written keeps its place in the queue, and
+    the write is retried.
 
     Args:
-        backend: stores the groups. Closed with the log.
+        backend: backend that stores the groups; closed together with the log.
 
     Attributes:
         backend: the backend passed to the constructor.
@@ -149,9 +149,9 @@ class Log:
         self._committed = 0
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records from the rotation with this number onward, then start to accept new records.
+        """Yield the records that follow the rotation with this number, then start accepting new records.
 
-        Number 0 yields all records.
+        The number 0 yields all records.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.
@@ -174,7 +174,7 @@ class Log:
 
     @property
     def has_unflushed(self) -> bool:
-        """Whether any appended record is not durable yet or will never be durable."""
+        """Whether any appended record is not yet durable or will never be durable."""
         return self._durable != self._appended or self._abandoned is not None
 
     @property
@@ -183,7 +183,7 @@ class Log:
         return self._appended - self._durable
 
     def append(self, stream: int, *parts: bytes | bytearray) -> int:
-        """Append a record to this step's group and return its number. The caller must not change the parts afterwards.
+        """Append a record to the current group and return its number. The caller must not modify the parts afterward.
 
         Raises:
             RuntimeError: `read` has not been exhausted, this process may not write, or the log is closed.
@@ -198,7 +198,7 @@ class Log:
         return self._appended
 
     def rotate(self) -> int:
-        """Return the number for a snapshot of the current state. Reading from this number yields all later records.
+        """Return the number for a snapshot of the current state. Reading from this number yields all later changes.
 
         The snapshot may replace the previous snapshot only after `wait_durable` and `backend.sync_rotated` have
         returned.
@@ -211,12 +211,12 @@ class Log:
         return self._appended
 
     def abandon(self, error: TqError) -> None:
-        """Stop writing. Discard the records appended in this event-loop step, because memory may not match them.
+        """Stop writing. Discard the records appended in this event-loop step, which may not match the state in memory.
 
-        Earlier groups may still be written, but callers that wait for them get the error.
+        Earlier groups may still be written, but callers that wait for those groups get the error.
 
         Args:
-            error: error to raise from all current and later appends and waits.
+            error: error that all current and later appends and waits raise.
         """
         if self._abandoned is None:
             self._abandoned = error
@@ -228,7 +228,7 @@ class Log:
         """Flush the log, unless it was abandoned, and close the backend.
 
         Raises:
-            TqError: the last records could not be made durable. The log is closed nevertheless.
+            TqError: the last records could not be made durable. The log is closed in any case.
         """
         try:
             if self._is_open and self.has_unflushed and self._abandoned is None:
@@ -242,7 +242,7 @@ class Log:
         if self._abandoned is not None:
             raise self._abandoned
         if not self._is_open:
-            raise RuntimeError("the journal does not accept records: exhaust read() first, and append before close()")
+            raise RuntimeError("the journal is not open for appends. Exhaust read() first, and append before close()")
 
     def _end_group(self) -> None:
         if self._group:
@@ -271,8 +271,8 @@ class Log:
     def after_durable(self, callback: Callable[[], None]) -> None:
         """Call `callback` when all records appended so far are durable.
 
-        The callback runs immediately, or during a later `wait_durable`. Callbacks run in the order in which they were
-        passed. After `abandon`, no callback runs.
+        The callback runs either immediately or during a later `wait_durable`. Callbacks run in the order in which they
+        were passed. After `abandon`, no callback runs.
         """
         if not self.has_unflushed:
             callback()
@@ -280,7 +280,7 @@ class Log:
             self._callbacks.append((self._appended, callback))
 
     def flush(self) -> None:
-        """Block until all appended records are durable. Raises the same errors as `wait_durable`."""
+        """Block until all appended records are durable, raising the same errors as `wait_durable`."""
         committing = self._commit_soon()
         if committing is not None:
             try:
@@ -289,7 +289,7 @@ class Log:
                 self._wake()
 
     def _wake(self, error: BaseException | None = None) -> None:
-        """Wake callers whose records are durable. With an error, fail all other callers. Runs on the event loop."""
+        """Wake callers whose records are durable, on the event loop. If `error` is set, fail all other callers."""
         self._durable = self._committed
         while self._futures and (error is not None or self._futures[0][0] <= self._durable):
             _, done = self._futures.popleft()
@@ -350,7 +350,7 @@ class Log:
                 break
             except JournalUnreachableError as error:
                 if time.monotonic() >= give_up_at or not self._is_open:
-                    raise JournalUnreachableError(f"the journal cannot be written: {error.message}") from None
+                    raise JournalUnreachableError(f"could not write to the journal: {error.message}") from None
                 time.sleep(_PAUSE_SECONDS)
         self._committed += len(records) or 1
 

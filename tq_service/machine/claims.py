@@ -1,7 +1,7 @@
 """Changes to the consumption of a task: claims, acknowledgements, releases, leases and epochs.
 
-In each change, `check` validates the change against the task and its claims, and finds the affected rows. `make`
-updates the ledger of the task and records the consequences.
+In each change, `check` validates the change against the task and its claims, and finds the affected rows. The method
+`make` then updates the ledger of the task and records the consequences.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class TaskChange(Change):
         return None if found is None else (partition, task, found)
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Validate the change; return the `found` argument for `make`, or None if there is nothing to change."""
+        """Validate the change, and return the `found` argument for `make`, or None if there is nothing to change."""
         return True
 
     def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Any], step: Step) -> Any:
-        """Make the change and record that the task has progressed."""
+        """Apply the change and record that the task has progressed."""
         partition, task, found = prepared
         step.tasks.append((partition, task.name))
         return self.make(partition, task, found, step)
 
     @abstractmethod
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> Any:
-        """Make the change and return its result (see `Change.apply`)."""
+        """Apply the change and return its result (see `Change.apply`)."""
 
 
 class TaskSeen(Change):
@@ -60,10 +60,10 @@ class TaskSeen(Change):
     task_name: str
 
     def prepare(self, state: State) -> Partition | None:
-        """Return the partition, or None if it already has a ledger for the task.
+        """Return the partition, or None if the partition already has a ledger for the task.
 
         Raises:
-            TaskNotFoundError: the partition declares its tasks, and this task is not among them.
+            TaskNotFoundError: the partition declares its tasks, and this task is not one of them.
         """
         partition = state.partition(self.partition_id)
         partition.check_task(self.task_name)
@@ -76,10 +76,10 @@ class TaskSeen(Change):
 
 
 class TaskForgotten(TaskChange):
-    """A task without history was removed. All of its requests had been rejected."""
+    """A task without history was removed, because all its requests had been rejected."""
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None if the task has a history or was declared with the partition."""
+        """Return True, or None if the task has a history or was declared with the partition."""
         is_declared = self.task_name in partition.settings.known_tasks
         return None if is_declared or not task.is_unused else True
 
@@ -96,10 +96,10 @@ class SamplesClaimed(TaskChange):
 
     Attributes:
         plan: record of the plan.
-        batch_spec: arguments of the request for a batch or a named claim; None for an unnamed claim.
-        request_id: request id of a queue worker's claim; empty for a batch.
-        lease: lease terms of a queue worker's claim. None means that deliveries are not acknowledged.
-        claim_name: name under which a queue worker can request the claim again; empty for an unnamed claim.
+        batch_spec: arguments of a request for a batch or a named claim; None for an unnamed claim.
+        request_id: id of a queue worker's request; empty for a batch.
+        lease: lease terms of a queue worker's claim. None means that delivered samples need no acknowledgement.
+        claim_name: name that a queue worker can use to request the claim again; empty for an unnamed claim.
     """
 
     plan: RecordedPlan
@@ -109,11 +109,11 @@ class SamplesClaimed(TaskChange):
     claim_name: str = ""
 
     def check(self, partition: Partition, task: TaskLedger) -> Indexes:
-        """Return the positions of all rows in the plan; raise SampleNotFoundError if a row no longer exists."""
+        """Return the positions of all rows in the plan. Raise SampleNotFoundError if a row no longer exists."""
         return partition.positions_of(self.plan.named)
 
     def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> Claim:
-        """Record the delivery of the plan in the ledger; return the claim.
+        """Record the delivery of the plan in the ledger, and return the claim.
 
         The delivery consumes or leases the samples of the plan.
         """
@@ -136,12 +136,12 @@ class SamplesClaimed(TaskChange):
 class EndReached(TaskChange):
     """The ranks of a task, or a queue worker's named claim, reached the end of the data.
 
-    They receive no more batches in this epoch.
+    The ranks or the worker receive no more batches in this epoch.
 
     Attributes:
-        end: sample counts to return to calls that reach the end.
+        end: sample counts returned to calls that reach the end of the data.
         dp_size: number of ranks; None if a queue worker's named claim reached the end.
-        claim_name: name of the queue worker's claim. All later calls with this name also return the end.
+        claim_name: name of the queue worker's claim. All later calls with this name also report the end of the data.
     """
 
     end: EndCounts
@@ -160,16 +160,16 @@ class EndReached(TaskChange):
 
 
 class ClaimReleased(TaskChange):
-    """A queue worker's claim was released, so its remaining samples can be claimed again.
+    """A queue worker's claim was released, which made its remaining samples claimable again.
 
     Samples that have already been acknowledged or released are ignored. An unknown claim is also ignored, because a
-    client may release a claim without having received the response. If the claim shares its lease, slots of unfinished
-    prompts are removed (see `SharedLease`).
+    client may release a claim without having received the response to its request. If the claim shares its lease, the
+    slots of unfinished prompts are removed (see `SharedLease`).
 
     Attributes:
         global_indexes: leased samples to release. None releases all remaining samples.
         is_final: whether to reject later calls with this request_id. False if no client received the response, because
-            a client may then retry with this request_id.
+            a client may then retry the request with this id.
     """
 
     request_id: bytes
@@ -181,7 +181,7 @@ class ClaimReleased(TaskChange):
 
         Raises:
             LeaseExpiredError: the lease on a listed sample has expired.
-            InvalidArgumentError: the list contains only part of an indivisible group or of a claim without a lease.
+            InvalidArgumentError: only some samples of an indivisible group, or of a claim without a lease, are listed.
         """
         rows, claim = self.global_indexes, task.claims.get(self.request_id)
         if rows is not None and task.ended.has_expired(self.request_id):
@@ -192,7 +192,7 @@ class ClaimReleased(TaskChange):
         return None if rows is not None and claim.lease is not None and not positions.size else (claim, positions)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim | None, Indexes], step: Step) -> int:
-        """Release the samples; return the number of live samples, which can be claimed again immediately."""
+        """Release the samples, and return the number of live samples, which can be claimed again immediately."""
         claim, positions = found
         if self.is_final:
             task.ended.add(self.request_id, step.at_seconds, is_expired=False)
@@ -210,7 +210,7 @@ class ClaimReleased(TaskChange):
 
 
 class ClaimAcked(TaskChange):
-    """Leased samples were acknowledged, so they are consumed or become claimable for their next use.
+    """Leased samples were acknowledged, which consumed them or made them claimable for their next use.
 
     Samples that are done, failed or cleared are ignored, because no other worker will process them.
 
@@ -222,27 +222,27 @@ class ClaimAcked(TaskChange):
     global_indexes: Indexes | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes] | None:
-        """Return the claim and the positions of the listed samples that it still leases.
+        """Return the claim and the positions of the listed samples that the claim still leases.
 
-        Return None if it leases none of the listed samples.
+        Return None if the claim leases none of the listed samples.
 
         Raises:
-            LeaseExpiredError: the lease on some of the samples has ended. No samples are acknowledged.
-            InvalidArgumentError: some samples were never in the claim, or the list contains only part of an indivisible
-                group.
+            LeaseExpiredError: the lease on some of the samples has ended; no samples are acknowledged.
+            InvalidArgumentError: some samples were never in the claim, or only some samples of an indivisible group are
+                listed.
             PreconditionError: the claim was made without a lease.
         """
         return _find_acked(partition, task, self.request_id, self.global_indexes)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> int:
-        """Acknowledge the samples; return their number."""
+        """Acknowledge the samples, and return their number."""
         count = _ack(partition, task, *found, step)
         finish_prompts(partition, Acked(task, *found), step)
         return count
 
 
 class ClaimExtended(TaskChange):
-    """The lease on the unacknowledged samples of a claim was extended to `lease_seconds` after this change."""
+    """The lease on a claim's unacknowledged samples was extended, and ends `lease_seconds` after this change."""
 
     request_id: bytes
     lease_seconds: float
@@ -260,14 +260,14 @@ class ClaimExtended(TaskChange):
         lease = replace(_lease_of(task, claim), seconds=self.lease_seconds)
         if claim.leased_count == 0:
             raise PreconditionError(
-                f"this claim of task {task.name!r} has no leased samples whose lease could be extended, since all "
-                "were acknowledged, failed, cleared or released",
+                f"could not extend the lease, because this claim of task {task.name!r} has no leased samples. All of "
+                "its samples were acknowledged, failed, cleared or released",
                 metadata={"task_name": task.name},
             )
         return claim, lease
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, LeaseTerms], step: Step) -> int:
-        """Set the lease duration and restart the lease; return the number of leased samples."""
+        """Set the lease duration, restart the lease, and return the number of leased samples."""
         claim, lease = found
         shared = SharedLease.of(partition, task, claim)
         for side in (Leased(partition, task, claim),) if shared is None else shared:
@@ -278,19 +278,19 @@ class ClaimExtended(TaskChange):
 
 
 class LeaseExpired(TaskChange):
-    """The lease of a claim expired. Its remaining samples can be claimed again or are dead-lettered."""
+    """The lease of a claim expired, so the claim's remaining samples become claimable again or are dead-lettered."""
 
     request_id: bytes
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes]:
-        """Return the claim and the positions of its leased samples; raise LookupError if no samples are leased."""
+        """Return the claim and the positions of its leased samples. Raise LookupError if no samples are leased."""
         claim = task.claims.get(self.request_id)
         if claim is None or claim.leased_count == 0:
-            raise LookupError(f"task {task.name!r} has no leased samples under request_id {self.request_id.hex()}")
+            raise LookupError(f"request_id {self.request_id.hex()} of task {task.name!r} has no leased samples")
         return claim, task.left(claim)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> None:
-        """End the lease on the samples. If a second claim shares the lease, also end the lease on its samples."""
+        """End the lease on the samples and, if a second claim shares the lease, on the samples of that claim."""
         claim, positions = found
         if (shared := SharedLease.of(partition, task, claim)) is not None:
             shared.expire(step)
@@ -299,10 +299,11 @@ class LeaseExpired(TaskChange):
 
 
 class ConsumptionReset(TaskChange):
-    """The consumption of a task was reset, which started the next epoch.
+    """Consumption of a task was reset, which started the next epoch.
 
     Attributes:
-        keep_consumed: whether consumed samples stay consumed. Leased and dead-lettered samples always become claimable.
+        keep_consumed: whether consumed samples remain consumed. Leased and dead-lettered samples always become
+            claimable.
         epoch: epoch that the caller intends to end. None means the current epoch.
     """
 
@@ -310,18 +311,18 @@ class ConsumptionReset(TaskChange):
     epoch: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any:
-        """Validate the reset; return True.
+        """Validate the reset, and return True.
 
         Raises:
-            StaleEpochError: the task is at a different epoch.
-            PreconditionError: staleness is bounded, so the samples would be too old for another epoch.
+            StaleEpochError: the task is in a different epoch.
+            PreconditionError: the task has a staleness limit, and the samples would be too old for another epoch.
         """
         task.check_epoch(self.epoch)
         bounded = partition.settings.bounded_admission
         if bounded is not None and bounded.task_name == self.task_name and not self.keep_consumed:
             raise PreconditionError(
                 f"task {self.task_name!r} of partition {self.partition_id!r} has max_staleness "
-                f"{bounded.max_staleness}, so trained samples would be too old for another epoch; reset with "
+                f"{bounded.max_staleness}, so trained samples would be too old for another epoch. Set "
                 f"keep_consumed, or restart the ranks (RestartRanks)",
                 reason="STALENESS_BOUNDED",
                 metadata={"partition_id": self.partition_id, "task_name": self.task_name},
@@ -329,7 +330,7 @@ class ConsumptionReset(TaskChange):
         return True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> int:
-        """Start the next epoch; return its number."""
+        """Start the next epoch, and return its number."""
         for claim in list(task.claims.values()):  # the reset drops the claims, so end shared leases first
             if (shared := SharedLease.of(partition, task, claim)) is not None:
                 shared.expire(step)
@@ -347,16 +348,16 @@ class TaskAdvanced(TaskChange):
     """The trainer of a task reported its progress.
 
     Attributes:
-        trained: batch_index of the last trained batch, or None if not reported. All earlier batches are also trained.
+        trained: batch_index of the last trained batch, or None if not reported. All earlier batches count as trained.
         saved: batch_index of the last batch covered by a trainer checkpoint, or None if not reported. The checkpoint
-            also covers all earlier batches, and all these batches count as trained.
+            also covers all earlier batches, and all covered batches count as trained.
     """
 
     trained: int | None = None
     saved: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[int, int] | None:
-        """Return `trained` and `saved`, with -1 for a value that was not reported; None if neither has increased.
+        """Return `trained` and `saved`, with -1 for an unreported value, or None if neither value has increased.
 
         Raises:
             InvalidArgumentError: a reported batch has not been planned.
@@ -364,7 +365,7 @@ class TaskAdvanced(TaskChange):
         last = task.next_batch_index - 1
         for name, index in (("trained", self.trained), ("saved", self.saved)):
             if index is not None and not 0 <= index <= last:
-                planned = f"expected 0 to {last}" if last >= 0 else "expected no value, since no batch is planned"
+                planned = f"expected 0 to {last}" if last >= 0 else "expected no value, because no batch is planned"
                 raise InvalidArgumentError(
                     f"{name} is {index}; {planned} (batches of task {task.name!r} in partition "
                     f"{self.partition_id!r}). Pass the batch_index of the last completed batch.",
@@ -375,7 +376,7 @@ class TaskAdvanced(TaskChange):
         return (trained, saved) if trained > task.trained or saved > task.saved else None
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[int, int], step: Step) -> None:
-        """Record the progress and release samples that are no longer needed."""
+        """Record the progress, and release samples that are no longer needed."""
         before = task.saved if partition.settings.keeps_until_saved else task.trained
         task.advance(*found)
         step.consumed[partition] = None  # the reported progress may have freed capacity
@@ -391,9 +392,9 @@ class RanksRestarted(TaskChange):
     Attributes:
         dp_size: new number of ranks.
         trained: batch_index of the last trained batch; -1 if no batch was trained.
-        epoch: epoch of the old ranks. It prevents a repeated call from restarting the ranks twice. The ranks have
-            already restarted if this epoch has ended, the task has `dp_size` ranks, and no batch after `trained` has
-            been trained. None restarts the ranks in any case.
+        epoch: epoch of the old ranks. The epoch prevents a repeated call from restarting the ranks twice. The ranks
+            have already restarted if this epoch has ended, the task has `dp_size` ranks, and no batch after `trained`
+            has been trained. If None, the ranks restart in any case.
     """
 
     dp_size: int
@@ -401,7 +402,7 @@ class RanksRestarted(TaskChange):
     epoch: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None if the ranks have already restarted.
+        """Return True, or None if the ranks have already restarted.
 
         Raises:
             StaleEpochError: the task has not reached `epoch`.
@@ -427,7 +428,7 @@ class RanksRestarted(TaskChange):
         return True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> tuple[int, int]:
-        """Restart the ranks; return the number of trained batches to be planned again, and their number of samples."""
+        """Restart the ranks, and return how many trained batches, with how many samples, are planned again."""
         before = task.trained
         repeated = task.claim[task.rows_of_batches(self.trained, before)] != DROPPED
         later = task.rows_of_batches(min(before, self.trained), task.next_batch_index)
@@ -439,7 +440,7 @@ class RanksRestarted(TaskChange):
 
 
 class DeadLettersRequeued(TaskChange):
-    """Dead-lettered samples of a task were requeued. They can be claimed as if they had never been delivered.
+    """Dead-lettered samples of a task were requeued, so they can be claimed as if they had never been delivered.
 
     Attributes:
         global_indexes: samples to requeue. Samples that are not dead-lettered are ignored. None requeues all
@@ -449,10 +450,11 @@ class DeadLettersRequeued(TaskChange):
     global_indexes: Indexes | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> Indexes | None:
-        """Return the positions of the listed samples that are dead-lettered, or None if there are none.
+        """Return the positions of the listed samples that are dead-lettered, or None if none are.
 
         Raises:
-            PreconditionError: the ranks of the task have reached the end of the data, so no more samples are delivered.
+            PreconditionError: the ranks of the task have reached the end of the data, so samples are no longer
+                delivered.
         """
         positions = task.dead_lettered()
         if self.global_indexes is not None:
@@ -460,14 +462,14 @@ class DeadLettersRequeued(TaskChange):
         if positions.size and task.end is not None:
             raise PreconditionError(
                 f"task {task.name!r} of partition {self.partition_id!r} has reached the end of its data, so its ranks "
-                "request no more batches; reset its consumption with keep_consumed to deliver dead-lettered samples "
-                "again",
+                "request no more batches. To deliver dead-lettered samples again, reset consumption with "
+                "keep_consumed",
                 metadata={"task_name": task.name},
             )
         return positions if positions.size else None
 
     def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> int:
-        """Make the samples claimable; return their number."""
+        """Make the samples claimable, and return their number."""
         task.requeue(found)
         reopened = np.concatenate([found, task.unskip()])  # the samples' skipped groups may be complete again
         reopen(partition, task, reopened, None, step)
@@ -475,7 +477,7 @@ class DeadLettersRequeued(TaskChange):
 
 
 class GroupsKept(TaskChange):
-    """A task changed how it keeps groups together.
+    """A task changed whether or how it keeps groups together.
 
     Attributes:
         kept_groups: new value of `TaskFacts.kept_groups`.
@@ -484,17 +486,17 @@ class GroupsKept(TaskChange):
     kept_groups: int | None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None if the value has not changed."""
+        """Return True, or None if the value has not changed."""
         return None if task.kept_groups == self.kept_groups else True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
-        """Skip the remaining members of groups that have lost a member, and unskip all other samples."""
+        """Skip the remaining members of groups that have lost a member, and stop skipping all other samples."""
         task.kept_groups = self.kept_groups
         reopen(partition, task, task.unskip(), None, step)
 
 
 def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Indexes:
-    """Return the rows of a claim that are held slots without data in unshared fields."""
+    """Return the rows of a claim that are held slots and have no data, except in fields shared by a group."""
     if claim.lease is None or claim.lease.on_lost is None:
         return positions[:0]
     is_empty = partition.state[positions] == HELD
@@ -513,14 +515,14 @@ def acknowledge(partition: Partition, acked: Acked, step: Step) -> None:
 
 
 def finish_prompts(partition: Partition, acked: Acked, step: Step) -> None:
-    """Acknowledge prompts that are finished, that is, whose slots are all live."""
+    """Acknowledge finished prompts, which are prompts whose slots are all live."""
     shared = SharedLease.of(partition, acked.task, acked.claim)
     if shared is not None and acked.claim is shared.slots.claim:
         shared.acknowledge_finished(shared.prompts.task.left(shared.prompts.claim), step)
 
 
 def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes, step: Step) -> int:
-    """Acknowledge samples and end the slots of acknowledged prompts; return the number of acknowledged samples."""
+    """Acknowledge samples, end the slots of acknowledged prompts, and return the number of acknowledged samples."""
     shared, rows = SharedLease.of(partition, task, claim), partition.table.index[positions]
     _consume(Leased(partition, task, claim), positions, step)
     if shared is not None and claim is shared.prompts.claim:
@@ -547,7 +549,7 @@ def _consume(leased: Leased, positions: Indexes, step: Step) -> None:
 
 
 def _release(leased: Leased, positions: Indexes, step: Step) -> int:
-    """Release samples of a claim and remove slots without data; return the number of live samples released."""
+    """Release samples of a claim, remove slots without data, and return the number of released live samples."""
     partition, task, claim = leased
     task.nack(claim, positions)
     empty = _without_data(partition, claim, positions)
@@ -576,12 +578,12 @@ def _expire(leased: Leased, positions: Indexes, step: Step) -> None:
 
 
 class SharedLease(NamedTuple):
-    """A lease that a claim on prompts shares with a claim on slots in another partition (see `Admit`).
+    """A lease shared by a claim on prompts and a claim on slots in another partition (see `Admit`).
 
     The slots were created for the prompts. Each prompt has the same number of slots, and the slots are in prompt order.
     A prompt is finished when all its slots are live. A claimable prompt has no slots, so generating its group again
-    does not create duplicates. One of the claims may no longer exist, for example because its partition was cleared. In
-    this case, the remaining claim continues with an ordinary lease.
+    does not create duplicates. One of the two claims may no longer exist, for example because its partition was
+    cleared. In that case, the other claim continues with an ordinary lease.
     """
 
     prompts: Leased
@@ -603,22 +605,22 @@ class SharedLease(NamedTuple):
         return cls(own, others) if claim.lease.on_lost is None else cls(others, own)
 
     def _slots_by_prompt(self, rows: Indexes) -> Indexes:
-        """Return the positions of each prompt's slots, of shape `(n, slots)`; -1 for cleared slots."""
+        """Return the positions of each prompt's slots as an array of shape `(n, slots)`, with -1 for cleared slots."""
         positions = self.slots.partition.table.find(self.slots.claim.rows)
         return positions.reshape(self.prompts.claim.rows.size, -1)[np.isin(self.prompts.claim.rows, rows)]
 
     def _slots_of(self, rows: Indexes) -> Indexes:
-        """Return the positions of the slots of the given prompts, without cleared slots."""
+        """Return the positions of the given prompts' slots, except for cleared slots."""
         positions = self._slots_by_prompt(rows).ravel()
         return positions[positions >= 0]
 
     def _leased(self, positions: Indexes) -> Indexes:
-        """Return the slots among `positions` that the claim on slots still leases."""
+        """Return those slots in `positions` that the claim on slots still leases."""
         leased: Indexes = positions[self.slots.task.claim[positions] == self.slots.claim.mark]
         return leased
 
     def acknowledge_finished(self, positions: Indexes, step: Step) -> Indexes:
-        """Acknowledge the finished prompts among `positions` and their slots; return the unfinished prompts."""
+        """Acknowledge the finished prompts in `positions` and their slots, and return the unfinished prompts."""
         rows = self.prompts.claim.rows
         by_prompt, states = self._slots_by_prompt(rows), self.slots.partition.state
         is_finished = ((by_prompt >= 0) & (states[by_prompt] == LIVE)).all(axis=1)
@@ -631,7 +633,7 @@ class SharedLease(NamedTuple):
         return positions[~finished]
 
     def end_slots(self, rows: Indexes, step: Step) -> None:
-        """Acknowledge the live slots of the given prompts and release the held slots."""
+        """Acknowledge the live slots of the given prompts, and release their held slots."""
         leased = self._leased(self._slots_of(rows))
         is_live = self.slots.partition.state[leased] == LIVE
         if is_live.any():
@@ -647,7 +649,7 @@ class SharedLease(NamedTuple):
             clear_rows(self.slots.partition, positions, step)
 
     def leave_to_slots(self, rows: Indexes, step: Step) -> None:
-        """Acknowledge prompts with released slots that still exist, because other workers will fill the slots."""
+        """Acknowledge prompts whose released slots still exist, because other workers will fill these slots."""
         by_prompt = self.slots.claim.rows.reshape(self.prompts.claim.rows.size, -1)
         is_left = self.slots.partition.table.find(rows) >= 0
         kept = self.prompts.claim.rows[np.isin(by_prompt, rows[is_left]).any(axis=1)]
@@ -681,10 +683,10 @@ class SharedLease(NamedTuple):
 
 
 def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) -> None:
-    """Raise an error if the claim has lost its lease on any of the samples to be written.
+    """Raise an error if the claim has lost its lease on any sample to be written.
 
     Acknowledged samples pass the check. Samples that have failed or been cleared are not checked, because no other
-    worker will process them. Without a claim, this function does nothing.
+    worker will process them. If no claim is passed, nothing is checked.
 
     Raises:
         LeaseExpiredError: the lease on some of the samples has ended.
@@ -699,7 +701,7 @@ def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) 
 def check_growing(partition: Partition, claim: LeasedClaim | None, positions: Indexes) -> None:
     """Raise an error if samples to be grown or truncated are not held, or are not leased to the claim.
 
-    Without a claim, leases are not checked.
+    If no claim is passed, leases are not checked.
 
     Raises:
         PreconditionError: a sample is not held.
@@ -709,7 +711,7 @@ def check_growing(partition: Partition, claim: LeasedClaim | None, positions: In
     if other.size:
         index, state = int(partition.table.index[other[0]]), STATE_NAMES[int(partition.state[other[0]])]
         raise PreconditionError(
-            f"sample {index} of partition {partition.partition_id!r} is {state}; expected held, since finished "
+            f"sample {index} of partition {partition.partition_id!r} is {state}; expected held, because finished "
             f"samples cannot grow or shrink ({other.size} of {positions.size} samples are not held). Put the entire "
             "field, or append to slots (Acquire) before they are finished",
             reason="SAMPLE_NOT_HELD",
@@ -723,7 +725,7 @@ def check_growing(partition: Partition, claim: LeasedClaim | None, positions: In
 
 
 class Acked(NamedTuple):
-    """The samples that a write acknowledges: a claim, and the positions of the samples that it still leases."""
+    """The samples that a write acknowledges: a claim, and the positions of the samples that the claim still leases."""
 
     task: TaskLedger
     claim: Claim
@@ -740,12 +742,12 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
         is_gathered: whether the write combines several puts.
 
     Returns:
-        The samples to acknowledge, or None if all have already been acknowledged.
+        The samples to acknowledge, or None if all of the samples have already been acknowledged.
 
     Raises:
         LeaseExpiredError, PreconditionError, TaskNotFoundError: see `check_claim`.
         InvalidArgumentError: some samples were never in the claim, the samples are only part of an indivisible group,
-            or the write combines several puts, which could split indivisible groups.
+            or the write combines several puts although the claim keeps groups together.
     """
     task = partition.known_task(leased.task_name)
     claim = task.claims.get(leased.request_id)
@@ -753,8 +755,8 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
         rows = np.concatenate([rows, *claim.plan.dropped])
         if is_gathered and claim.lease is not None and claim.lease.group_block_size is not None:
             raise InvalidArgumentError(
-                f"rows_per_put is set in a write that acknowledges a claim of task {task.name!r}, but the claim keeps "
-                "groups together; send each put separately",
+                f"rows_per_put is set, but the write acknowledges a claim of task {task.name!r} that keeps groups "
+                "together. Send each put separately",
                 field="rows_per_put",
             )
     found = _find_acked(partition, task, leased.request_id, rows)
@@ -764,7 +766,7 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
 def _find_acked(
     partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None
 ) -> tuple[Claim, Indexes] | None:
-    """Return the claim and the positions of the given samples that it leases, or None if it leases none of them."""
+    """Return the claim and the positions of the given samples that the claim leases, or None if it leases none."""
     _check_leased(partition, task, request_id, rows)
     claim = task.claims.get(request_id)
     if claim is None:
@@ -774,7 +776,10 @@ def _find_acked(
 
 
 def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
-    """Raise an error unless the claim leases or has acknowledged the given samples. None means all its samples."""
+    """Raise an error unless the claim leases or has acknowledged the given samples.
+
+    If `rows` is None, all samples of the claim are checked.
+    """
     claim, has_expired = task.claims.get(request_id), task.ended.has_expired(request_id)
     if claim is None:  # the claim may have been dropped after its samples were cleared
         if rows is None or rows.size == 0 or has_expired:
@@ -790,7 +795,7 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
         foreign = rows[~(np.isin(rows, claim.rows) | is_dropped)]
         if foreign.size:
             raise InvalidArgumentError(
-                f"samples {_named(foreign)} were never in this claim of task {task.name!r}; pass samples together "
+                f"samples {_named(foreign)} were never in this claim of task {task.name!r}. Pass samples together "
                 f"with the claim that delivered them",
                 field="global_indexes",
             )
@@ -807,13 +812,13 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
 def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | None) -> Indexes:
     """Return the positions of the given samples that still belong to a claim (see `TaskLedger.left`).
 
-    Without `rows`, return all samples of the claim. Callers list all rows that the plan drops, even if they list only
-    some of its samples. A dropped row is therefore included if the remaining members of its group are included. If no
-    other members of its group remain, the row is included if it is listed.
+    If `rows` is None, return all samples of the claim. Callers list all rows that the plan drops, even if they list
+    only some samples of the plan. A dropped row is therefore included if the remaining members of its group are
+    included. If no other members of the group remain, a dropped row is included if it is listed.
 
     Raises:
-        InvalidArgumentError: the samples are only part of an indivisible group or of a claim without a lease. The
-            remaining samples could never be delivered as a complete group.
+        InvalidArgumentError: the samples are only part of an indivisible group or of a claim without a lease, and the
+            other samples could never be delivered as a complete group.
     """
     table, positions = partition.table, task.left(claim)
     if rows is None:
@@ -839,14 +844,15 @@ def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | 
         members = table.index[positions[is_member]]
         raise InvalidArgumentError(
             f"samples {_named(members)} form one group, but only {int(is_named[is_member].sum())} of its "
-            f"{members.size} samples are listed; the claim keeps groups together, so list all of them or none",
+            f"{members.size} samples are listed. The claim keeps groups together; pass all samples of the group or "
+            "none",
             field="global_indexes",
         )
     return positions[is_named]
 
 
 def _group_ids(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes) -> Indexes:
-    """Return a group id for each row of a leased claim. Without indivisible groups, all ids are different."""
+    """Return a group id for each row of a leased claim. Rows without an indivisible group have unique ids."""
     block_size = None if claim.lease is None else claim.lease.group_block_size
     if claim.lease is None or block_size is None:
         return positions
@@ -860,8 +866,8 @@ def _group_ids(partition: Partition, task: TaskLedger, claim: Claim, positions: 
 def _lease_of(task: TaskLedger, claim: Claim) -> LeaseTerms:
     if claim.lease is None:
         raise PreconditionError(
-            f"this claim of task {task.name!r} was made without a lease, so its samples were done on delivery; use a "
-            f"lease to acknowledge them, or write without passing a claim",
+            f"this claim of task {task.name!r} was made without a lease, so its samples were done on delivery. Claim "
+            f"with a lease to acknowledge samples, or write without passing a claim",
             metadata={"task_name": task.name},
         )
     return claim.lease
@@ -871,7 +877,7 @@ def _lease_over_error(task: TaskLedger, rows: Indexes | None = None) -> LeaseExp
     what = "samples of this claim" if rows is None else f"samples {_named(rows)}"
     return LeaseExpiredError(
         f"{what} are no longer leased to this worker of task {task.name!r}: the lease expired, the claim was "
-        "released, or consumption was reset. Other workers may repeat the work, so discard these results; next time, "
+        "released, or consumption was reset. Other workers may repeat the work, so discard these results. Next time, "
         "request a longer lease or extend the lease",
         metadata={"task_name": task.name} | ({} if rows is None else {"global_indexes": _named(rows)}),
     )

@@ -1,4 +1,4 @@
-"""The change that evicts units that a task can never consume and requests replacements."""
+"""A change that evicts units that a task can never consume, and requests replacements."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _REASONS: dict[int, EvictionReason] = dict(zip(EvictionCode, get_args(EvictionRe
 
 
 class UnitsEvicted(Change):
-    """Units (samples, rollouts or groups) that a task can never consume were failed or cleared for all tasks.
+    """Samples, rollouts or groups that a task can never consume were marked as failed, or cleared, for all tasks.
 
     Attributes:
         partition_id: partition that contains the units.
         task_name: name of the task whose claim evicted the units.
         evicted: the evicted units.
-        action: whether the samples were failed or cleared.
-        version: published policy version at the time of the eviction, which is recorded with each unit; None without a
+        action: whether the samples were marked as failed or cleared.
+        version: policy version published at the time of the eviction and recorded with each unit; None if there is no
             policy.
         refill: task that regenerates the units, or None.
     """
@@ -48,7 +48,7 @@ class UnitsEvicted(Change):
     def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Indexes], step: Step) -> int:
         """Fail or clear the samples, request replacements, and record the evicted units.
 
-        Return the number of units.
+        Return the number of evicted units.
         """
         partition, task, positions = prepared
         first = positions[np.cumsum(self.evicted.sizes) - self.evicted.sizes]
@@ -92,13 +92,13 @@ class UnitsEvicted(Change):
         return self.evicted.sizes.size
 
     def _unit(self, is_whole: bool, group: str | None, rollout: str | None) -> BatchUnit:
-        """Return the kind of an evicted unit. A rollout outside any group counts as a group."""
+        """Return the kind of an evicted unit. A rollout that belongs to no group counts as a group."""
         if not is_whole:
             return "sample"
         return "rollout" if rollout and (self.evicted.unit == "rollout" or not group) else "group"
 
     def _refill(self, state: State, names: list[str | None], step: Step) -> Sequence[RefillOutcome | None]:
-        """Make the samples with the given keys claimable again for the task in `refill`; return the outcomes."""
+        """Make the samples with the given keys claimable again for the task in `refill`, and return the outcomes."""
         if self.refill is None:
             return [None] * len(names)
         partition = state.partitions.get(self.refill.partition_id)

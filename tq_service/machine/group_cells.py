@@ -41,13 +41,13 @@ class CheckedGroupWrite:
 
 
 class GroupsWritten(Change):
-    """Values that the samples of a group share were written. Missing groups were created.
+    """Values shared by the samples of groups were written. Missing groups were created.
 
     Attributes:
         names: names of the groups, without duplicates.
         put: put that contains the columns, with one row per group.
         columns: columns of the put.
-        must_exist: whether all groups must already have samples.
+        must_exist: whether each group must already have samples.
     """
 
     partition_id: str
@@ -64,7 +64,7 @@ class GroupsWritten(Change):
         if self.must_exist and (missing := named.names_without_members):
             raise NotFoundError(
                 f"partition {self.partition_id!r} has no samples of group {missing[0]!r} ({len(missing)} of "
-                f"{len(self.names)} groups have none), expected groups with samples; put the samples first, or "
+                f"{len(self.names)} groups have none); expected groups with samples. Put the samples first, or "
                 "do not require existing groups",
                 reason="GROUP_NOT_FOUND",
                 metadata={"group": missing[0]},
@@ -72,7 +72,7 @@ class GroupsWritten(Change):
         if partition.sealed and (new := named.new_names):
             raise PartitionSealedError(
                 f"partition {self.partition_id!r} is sealed and has no group {new[0]!r} ({len(new)} of "
-                f"{len(self.names)} groups are new), expected existing groups; omit new groups, or put them before "
+                f"{len(self.names)} groups are new); expected existing groups. Omit new groups, or put them before "
                 f"the partition is sealed",
                 metadata={"partition_id": self.partition_id},
             )
@@ -83,7 +83,7 @@ class GroupsWritten(Change):
         return CheckedGroupWrite(partition=partition, named=named, specs=specs)
 
     def apply(self, state: State, prepared: CheckedGroupWrite, step: Step) -> Written:
-        """Create the new groups, and store the location of the new values in the cells of all groups."""
+        """Create the new groups, and store the locations of the new values in the cells of all groups in the put."""
         partition, groups = prepared.partition, prepared.partition.groups
         had_groups = groups.in_use
         slots = groups.open(prepared.named)
@@ -107,14 +107,14 @@ class GroupsRemoved(Change):
     names: Sequence[str]
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the named groups without samples; return None if all groups have samples."""
+        """Find the named groups without samples. Return None if all groups have samples."""
         partition = state.partition(self.partition_id)
         named = partition.groups.named(self.names)
         slots = named.slots[(named.slots >= 0) & ~named.has_members]
         return (partition, slots) if slots.size else None
 
     def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
-        """Remove the groups and their cells; return the number of removed groups."""
+        """Remove the groups and their cells, and return the number of removed groups."""
         partition, slots = prepared
         remove_groups(partition, slots, step)
         step.note_change(partition)
@@ -131,7 +131,7 @@ def _check_names(names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
         ((twice, count),) = Counter(names).most_common(1)
         raise InvalidArgumentError(
-            f"group {twice!r} occurs {count} times in one put; expected once. Put one row per group",
+            f"group {twice!r} occurs {count} times in one put; expected once. Pass one row per group",
             field="groups",
         )
 
@@ -142,7 +142,7 @@ def _check_field(partition: Partition, name: str) -> None:
         shared = ", ".join(map(repr, sorted(partition.cells.shared))) or "none"
         raise InvalidArgumentError(
             f"field {name!r} of partition {partition.partition_id!r} does not have group scope (fields that do: "
-            f"{shared}); put the field for samples, or declare it with group scope when creating the partition",
+            f"{shared}). Put the field for samples, or declare it with group scope when creating the partition",
             field="columns",
             metadata={"field_name": name},
         )
@@ -157,9 +157,9 @@ def _check_write_once(
         if is_there.any():
             group = names[int(np.argmax(is_there))]
             raise AlreadyExistsError(
-                f"field {name!r} is write-once, got a second value for group {group!r} of partition "
-                f"{partition.partition_id!r} ({np.count_nonzero(is_there)} of {slots.size} groups have one), expected "
-                f"groups without a value; omit these groups, or clear the field to put it again",
+                f"field {name!r} is write-once, but group {group!r} of partition {partition.partition_id!r} already "
+                f"has a value ({np.count_nonzero(is_there)} of {slots.size} groups have one). Omit these groups, or "
+                f"clear the field to put it again",
                 metadata={
                     "resource_type": "cell",
                     "resource_name": f"{name} of group {group}",

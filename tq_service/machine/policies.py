@@ -1,4 +1,4 @@
-"""Changes to policies: publish a version, and remove a policy."""
+"""Changes that publish a policy version or remove a policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class VersionPublished(Change):
     Attributes:
         policy: name of the policy.
         version: published version, which must be 0 or more.
-        rewind: whether the version may be lower than the previously published version.
+        rewind: whether the version may be lower than the previous published version.
     """
 
     policy: str
@@ -26,10 +26,10 @@ class VersionPublished(Change):
     rewind: bool = False
 
     def prepare(self, state: State) -> bool | None:
-        """Return True, or None if this version is already published.
+        """Return True, or None if this version has already been published.
 
         Raises:
-            VersionError: the version is lower than the published version, and `rewind` is not set.
+            VersionError: the version is lower than the published version, but `rewind` is not set.
             InvalidArgumentError: the name is invalid, or the version is out of range.
         """
         check_name("policy", self.policy)
@@ -46,7 +46,7 @@ class VersionPublished(Change):
         return None if self.version == known.version else True
 
     def apply(self, state: State, prepared: bool, step: Step) -> None:
-        """Record the version, and free the capacity of trained samples that is reserved until a publication."""
+        """Record the version, and free the capacity that trained samples reserve until the next publication."""
         state.policies[self.policy] = Policy(name=self.policy, version=self.version, published_at=step.at_seconds)
         step.policies.append(self.policy)
         for partition in state.partitions.values():
@@ -60,13 +60,13 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
     """Raise an error if a version is too high for the number of batches trained since the last publication.
 
     For tasks with a `max_staleness`, each version corresponds to one batch. The new version may therefore exceed the
-    published version by at most the number of batches trained since its publication. See "The bound" in
-    docs/asynchronous_rl.md. A task without outstanding work accepts any version.
+    published version by at most the number of batches trained since then. See "The bound" in docs/asynchronous_rl.md. A
+    task without outstanding work accepts any version.
 
     Args:
         state: state before the publication.
         published: publication to check.
-        trained: batch_index of the last batch reported as trained together with the publication, by partition and task.
+        trained: batch_index of the last trained batch reported with the publication, by partition and task.
 
     Raises:
         VersionError: the version is too high.
@@ -80,7 +80,7 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
             raise VersionError(
                 f"version is {published.version}, which is {published.version - known.version} more than the "
                 f"published version of policy {published.policy!r}, but task {task.name!r} of partition "
-                f"{partition.partition_id!r} has trained {count} batches since then; with max_staleness, each version "
+                f"{partition.partition_id!r} has trained {count} batches since then. With max_staleness, each version "
                 "corresponds to one batch. Report trained batches (trained, or Advance), and publish at most version "
                 f"{known.version + count}. If the trainer returned to a checkpoint, restart its ranks (RestartRanks).",
                 metadata={
@@ -92,7 +92,7 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
 
 
 def _bounded(state: State, policy: str) -> Iterator[tuple[Partition, TaskLedger]]:
-    """Yield the partition and ledger of each task with outstanding work whose staleness the policy bounds."""
+    """Yield the partition and ledger of each task with outstanding work whose staleness is bounded by the policy."""
     for partition in state.partitions.values():
         admission = partition.settings.bounded_admission
         if admission is not None and admission.policy == policy:
@@ -116,7 +116,7 @@ class PolicyRemoved(Change):
             partition, task = bounded
             raise PreconditionError(
                 f"policy {self.policy!r} limits the staleness of {task.outstanding_count} outstanding units of task "
-                f"{task.name!r} of partition {partition.partition_id!r}; clear the partition first",
+                f"{task.name!r} of partition {partition.partition_id!r}. Clear the partition first",
                 reason="STALENESS_BOUNDED",
                 metadata={"partition_id": partition.partition_id, "task_name": task.name},
             )

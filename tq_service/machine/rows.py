@@ -1,4 +1,4 @@
-"""Operations shared by several changes: setting row states and handling the effects on tasks and groups."""
+"""Operations shared by several changes: setting the states of rows, and updating the affected tasks and groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, LIVE, distinc
 
 
 def set_state(partition: Partition, code: int, positions: Indexes, step: Step) -> None:
-    """Set the state of rows. None of the rows may have failed. The age of rows that become live is reset."""
+    """Set the state of rows that have not failed. The age of rows that become live is reset."""
     changed = positions[partition.state[positions] != code]
     if changed.size == 0:
         return
@@ -65,14 +65,14 @@ def remove_groups(partition: Partition, slots: Indexes, step: Step) -> None:
 
 
 def begin_groups(partition: Partition) -> None:
-    """Unskip all rows when the first group is named, because blocks of rows no longer form groups."""
+    """Stop skipping rows when the first group is named, because blocks of rows no longer form groups."""
     for task in partition.tasks.values():
         if (taken := task.unskip()).size:
             partition.notify_rows(partition.table.index[taken])
 
 
 def seal(partition: Partition, step: Step) -> None:
-    """Close a partition to new rows, complete its rollouts, and remove groups that never had a row."""
+    """Close a partition to new rows, complete its rollouts, and remove groups that have no rows."""
     partition.sealed = True
     if partition.cells.shared:
         remove_groups(partition, partition.groups.without_members(), step)
@@ -83,10 +83,10 @@ def seal(partition: Partition, step: Step) -> None:
 
 
 def release_due(partition: Partition, rows: slice | Indexes, step: Step) -> None:
-    """Release rows at the end of the change if all releasing tasks are done with them.
+    """Schedule the release of rows at the end of the change if all releasing tasks are done with them.
 
-    Call this function after each step that may make rows due for release. For example, a leased sample must be checked
-    again when its lease ends. A sample in an incomplete group must be checked again when the group becomes complete.
+    Call this function after each operation that may make rows due for release. For example, a leased sample must be
+    checked again when its lease ends, and a sample in an incomplete group when the group becomes complete.
     """
     if partition.settings.releasing_tasks and (indexes := partition.table.index[rows]).size:
         step.pending.append(partial(_release_due, partition, indexes, step))
@@ -113,13 +113,12 @@ def release_rows(partition: Partition, positions: Indexes, step: Step) -> None:
 
 
 def with_groups(partition: Partition, positions: Indexes, *, are_complete: bool) -> Indexes:
-    """Return the given rows without a group, and all members of the groups of the remaining given rows.
+    """Return the given rows that have no group, and all members of the other rows' groups.
 
     Args:
         partition: partition that contains the rows.
         positions: distinct positions of the rows.
-        are_complete: whether to exclude groups that can still receive members because of their declared size or
-            rollouts.
+        are_complete: whether to exclude groups whose declared size or rollouts allow further members.
     """
     groups = partition.groups
     if not groups.in_use:
@@ -133,7 +132,7 @@ def with_groups(partition: Partition, positions: Indexes, *, are_complete: bool)
 
 
 def whole_groups(partition: Partition, positions: Indexes, is_chosen: NDArray[np.bool_]) -> Indexes:
-    """Return the chosen rows of groups in which every member is chosen, and the chosen rows without a group.
+    """Return the chosen rows that have no group or whose group consists only of chosen rows.
 
     `positions` must contain all members of each group.
     """
@@ -152,7 +151,7 @@ def skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
 
 
 def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes | None, step: Step) -> None:
-    """Skip the pending members of groups that have permanently lost a member, if the task keeps groups together.
+    """If the task keeps groups together, skip the pending members of groups that have permanently lost a member.
 
     A member is lost if it failed, was cleared, or was dead-lettered by the task. Rows that are being cleared already
     have the state CLEARED, but their values in all other columns still exist.
@@ -160,7 +159,7 @@ def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes 
     Args:
         partition: partition of the task.
         task: ledger of the task.
-        positions: rows whose groups may have lost or gained a member. None checks all rows.
+        positions: positions of rows whose groups may have lost or gained a member. If None, all rows are checked.
         step: current step.
     """
     if task.kept_groups is None:
@@ -182,7 +181,7 @@ def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes 
 
 
 def _groups_left(partition: Partition, positions: Indexes, unit: BatchUnit = "group") -> Indexes:
-    """Return the slots of the rows' groups (or rollouts) that still have members."""
+    """Return the slots of the rows' groups (or rollouts), except for those without remaining members."""
     groups = partition.groups
     slots = groups.of_unit(unit, positions)
     slots = distinct(slots[slots >= 0], groups.slots.count)
@@ -218,7 +217,7 @@ def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, 
 
 
 def reopen(partition: Partition, task: TaskLedger, positions: Indexes, changed: Indexes | None, step: Step) -> None:
-    """Notify waiting claims of rows that can be claimed again, and call `skip_lost_groups` with `changed`."""
+    """Notify waiting claims of rows that have become claimable again, and call `skip_lost_groups` with `changed`."""
     if positions.size:
         partition.notify_rows(partition.table.index[positions])
         step.note_change(partition)

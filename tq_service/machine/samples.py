@@ -1,7 +1,8 @@
 """Changes to partitions (create, seal, clear) and to samples (add, write, clear).
 
-A write identifies existing samples by global index or key. New samples need neither. `check_write` finds the samples
-and validates the write against them. Its result is valid until the `mark` of the partition changes.
+A write identifies existing samples by global index or key. New samples need neither an index nor a key. `check_write`
+finds the samples and validates the write against them. The result of `check_write` is valid until the `mark` of the
+partition changes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ CHECKED_ONCE = {"is_encoded": False}
 
 
 class PartitionCreated(Change):
-    """A partition was created, either explicitly or by the first put to it."""
+    """A partition was created, either explicitly or by the first put."""
 
     partition_id: str
     incarnation: bytes
@@ -82,12 +83,12 @@ class PartitionCreated(Change):
 
 
 class PartitionSealed(Change):
-    """A partition was sealed by a request, so it accepts no new samples. A write can also seal its partition."""
+    """A partition was sealed by a request, so it accepts no new samples. Writes can also seal their partitions."""
 
     partition_id: str
 
     def prepare(self, state: State) -> Partition | None:
-        """Return the partition, or None if it is already sealed."""
+        """Return the partition, or None if the partition is already sealed."""
         partition = state.partition(self.partition_id)
         return None if partition.sealed else partition
 
@@ -102,11 +103,11 @@ class PartitionCleared(Change):
     partition_id: str
 
     def prepare(self, state: State) -> Partition:
-        """Return the partition; raise PartitionNotFoundError if it does not exist."""
+        """Return the partition. Raise PartitionNotFoundError if the partition does not exist."""
         return state.partition(self.partition_id)
 
     def apply(self, state: State, prepared: Partition, step: Step) -> int:
-        """Remove the partition from the state; return the number of samples it contained."""
+        """Remove the partition from the state, and return the number of samples that it contained."""
         del state.partitions[self.partition_id]
         step.freed += prepared.cells.puts.all()
         step.cleared.append(prepared)
@@ -114,22 +115,22 @@ class PartitionCleared(Change):
 
 
 class SnapshotNeeded(Exception):  # noqa: N818  (not an error, and never sent to a client)
-    """Raised if the next log entry continues from a newer snapshot than the controller has loaded.
+    """Raised if the next log entry builds on a newer snapshot than the controller has loaded.
 
     Attributes:
-        number: lowest snapshot number that can be used.
+        number: number of the oldest snapshot that can be used.
     """
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"the state was replaced, so snapshot {number} or a later one is needed")
+        super().__init__(f"the log continues from snapshot {number}; load snapshot {number} or a later snapshot")
         self.number = number
 
 
 class StateReplaced(Change):
-    """A checkpoint was restored. A snapshot from outside the log replaced the state.
+    """A checkpoint was restored, so a snapshot from outside the log replaced the state.
 
     Attributes:
-        snapshot_number: number of the snapshot that later log entries build on.
+        snapshot_number: number of the snapshot on which later log entries build.
     """
 
     snapshot_number: int
@@ -138,7 +139,7 @@ class StateReplaced(Change):
         """Return the state.
 
         Raises:
-            SnapshotNeeded: the state was restored from an earlier snapshot.
+            SnapshotNeeded: the state was loaded from an earlier snapshot.
         """
         if state.snapshot_number < self.snapshot_number:
             raise SnapshotNeeded(self.snapshot_number)
@@ -150,29 +151,30 @@ class StateReplaced(Change):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleWrite:
-    """A write to samples, as requested by an Insert or Commit call.
+    """A write to samples that an Insert or Commit call requests.
 
     Attributes:
         row_count: number of samples.
-        global_indexes: indexes of existing samples, of shape `(n,)`. None if the samples are new or are identified by
-            `keys`.
+        global_indexes: indexes of existing samples, as an array of shape `(n,)`. None if the samples are new or are
+            identified by `keys`.
         keys: keys of the samples in row order, without duplicates.
         groups: group of each sample in row order, or "" for no group. Only new samples are assigned to a group.
         rollouts: rollout of each sample in row order, or "" for no rollout. Only new samples are assigned to a rollout.
-        ends_rollouts: whether the write closes the rollouts of the samples to further samples.
+        ends_rollouts: whether the write closes the samples' rollouts, which then accept no further samples.
         rows_per_put: number of rows per put if the write combines several puts; 0 for a single put.
-        put: put that contains the columns. None if only metadata and state are written.
+        put: put that contains the columns. None if the write sets only metadata or state.
         columns: columns of the put.
         claim: leased claim that must contain the samples in `global_indexes`. None if the write does not require a
             claim.
         acks: leased claim whose samples the write also acknowledges, or None.
         is_of_slots: whether the write creates slots, which are new held samples.
-        start_version: published policy version at the time when the slots are created, or None.
-        append_at: lengths of the cells before an append, of shape `(n,)`. None if the columns replace the cells.
+        start_version: policy version that is published when the slots are created, or None.
+        append_at: lengths of the cells before an append, as an array of shape `(n,)`. None if the columns replace the
+            cells.
 
     Raises:
-        InvalidArgumentError: the samples must exist but are not identified, the number of rows is not a multiple of
-            `rows_per_put`, or an append also changes other data.
+        InvalidArgumentError: the samples must exist but have no indexes or keys, the number of rows is not a multiple
+            of `rows_per_put`, or an append also changes other data.
     """
 
     row_count: int
@@ -197,17 +199,17 @@ class SampleWrite:
     def __post_init__(self) -> None:
         if (self.claim or self.acks) is not None and self.global_indexes is None:
             raise InvalidArgumentError(
-                "claim is set without global_indexes; pass the indexes of the claim's samples", field="claim"
+                "claim is set, but global_indexes is not; pass the indexes of the claim's samples", field="claim"
             )
         if self.key_mode == "existing" and self.keys is None and self.global_indexes is None:
             raise InvalidArgumentError(
-                "key_mode is existing, but neither keys nor global_indexes are set; pass one of them",
+                "key_mode is existing, but neither keys nor global_indexes is set; pass one of them",
                 field="key_mode",
             )
         if self.rows_per_put < 0 or (self.rows_per_put and self.row_count % self.rows_per_put):
             raise InvalidArgumentError(
-                f"rows_per_put is {self.rows_per_put}, expected 0 or a divisor of the {self.row_count} rows; combine "
-                f"only puts with the same number of rows",
+                f"rows_per_put is {self.rows_per_put}; expected 0 or a divisor of {self.row_count}, the number of "
+                f"rows. Combine only puts with the same number of rows",
                 field="rows_per_put",
             )
         if self.append_at is not None:
@@ -238,7 +240,7 @@ class SampleWrite:
     def may_add_samples(self) -> bool:
         """Whether the write may add samples.
 
-        This is the case if it identifies no existing samples, or if its keys need not exist.
+        A write may add samples if it identifies no existing samples, or if its keys need not exist.
         """
         return self.global_indexes is None and (self.keys is None or self.key_mode != "existing")
 
@@ -248,13 +250,13 @@ class CheckedWrite:
     """A write that has been validated against the current state of a partition.
 
     Attributes:
-        positions: positions of the written rows in row order, of shape `(n,)`, with -1 for new rows. None if all rows
-            are new.
+        positions: positions of the written rows in row order, as an array of shape `(n,)` with -1 for new rows. None if
+            all rows are new.
         new_count: number of new rows.
-        groups: groups and rollouts of the new rows; None if the write specifies no groups or rollouts.
+        groups: groups and rollouts of the new rows. None if the write specifies neither.
         specs: specs of the written fields after the write.
         acked: samples that the write acknowledges, or None.
-        mark: value of `Partition.mark` when the write was checked. The check is valid until the mark changes.
+        mark: value of `Partition.mark` when the write was validated. The validation holds until the mark changes.
     """
 
     partition: Partition
@@ -267,9 +269,9 @@ class CheckedWrite:
 
     @property
     def is_current(self) -> bool:
-        """Whether the check is still valid.
+        """Whether the validation still holds.
 
-        This is always False if the write acknowledges samples, because the mark does not track claims.
+        The value is always False if the write acknowledges samples, because the mark does not track claims.
         """
         return self.acked is None and self.mark == self.partition.mark
 
@@ -295,13 +297,13 @@ class Written:
 
 
 class SamplesWritten(Change):
-    """Samples were added, or existing samples were written."""
+    """Samples were added, or existing samples were updated."""
 
     partition_id: str
     write: SampleWrite
 
     def prepare(self, state: State) -> CheckedWrite:
-        """Find the rows to write and validate the write against them."""
+        """Find the rows to write, and validate the write against them."""
         return check_write(state.partition(self.partition_id), self.write)
 
     def apply(self, state: State, prepared: CheckedWrite, step: Step) -> Written:
@@ -350,7 +352,7 @@ class SamplesWritten(Change):
 
 
 class MetaSet(Change):
-    """Values of custom_meta were written to existing samples."""
+    """The custom_meta of existing samples was updated."""
 
     partition_id: str
     global_indexes: Indexes
@@ -358,7 +360,7 @@ class MetaSet(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows:
-        """Find the samples and validate the new values."""
+        """Find the samples, and validate the new values."""
         partition = state.partition(self.partition_id)
         if self.global_indexes.size == 0:
             raise InvalidArgumentError("global_indexes is empty; pass at least one sample", field="global_indexes")
@@ -396,7 +398,7 @@ class SamplesTruncated(Change):
                 field="lengths",
             )
         if not self.field_names:
-            raise InvalidArgumentError("data_fields is empty; name the fields to truncate", field="data_fields")
+            raise InvalidArgumentError("data_fields is empty; pass the fields to truncate", field="data_fields")
         check_claim(partition, self.claim, self.global_indexes)
         positions = partition.positions_of(self.global_indexes)
         check_growing(partition, self.claim, positions)
@@ -446,7 +448,7 @@ class SamplesCleared(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples that still exist, or return None if all have been removed."""
+        """Find the samples that still exist, or return None if all samples have been removed."""
         partition = state.partition(self.partition_id)
         check_claim(partition, self.claim, self.global_indexes)
         positions = partition.table.find(self.global_indexes)
@@ -454,14 +456,14 @@ class SamplesCleared(Change):
         return (partition, positions) if positions.size else None
 
     def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
-        """Remove the samples from all tables; return the number of removed samples."""
+        """Remove the samples from all tables, and return the number of removed samples."""
         partition, positions = prepared
         clear_rows(partition, positions, step)
         return positions.size
 
 
 class FoundCells(NamedTuple):
-    """The rows and groups whose cells will be cleared. Each has a cell in at least one of the fields.
+    """The rows and groups whose cells will be cleared. Each row or group has a cell in at least one of the fields.
 
     Attributes:
         fields: fields to clear whose cells belong to rows.
@@ -478,7 +480,7 @@ class FoundCells(NamedTuple):
 
 
 class CellsCleared(Change):
-    """Cells of some fields were cleared. Samples and groups were not removed.
+    """The cells of some fields were cleared, without removing samples or groups.
 
     Fields, samples and groups that do not exist are ignored.
 
@@ -495,7 +497,7 @@ class CellsCleared(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundCells | None:
-        """Find the cells to clear, or return None if there are none."""
+        """Find the cells to clear, or return None if no such cells exist."""
         partition = state.partition(self.partition_id)
         check_claim(partition, self.claim, self.global_indexes)
         known = [each for name in self.field_names if (each := partition.cells.fields.get(name)) is not None]
@@ -505,7 +507,7 @@ class CellsCleared(Change):
         return FoundCells(partition, own, rows, shared, slots) if rows.size or slots.size else None
 
     def apply(self, state: State, prepared: FoundCells, step: Step) -> int:
-        """Free the cells; return the number of freed cells."""
+        """Free the cells, and return the number of freed cells."""
         partition, own, rows, shared, slots = prepared
         count = _cell_count((*own, *shared))
         step.freed += partition.cells.free(rows, own)
@@ -520,7 +522,7 @@ class SamplesExpired(Change):
     """Samples were released because they exceeded the maximum age in the release policy of the partition.
 
     Attributes:
-        before: time in seconds (see `Step.at_seconds`). Samples that were put or became live before this time are
+        before: time in seconds (see `Step.at_seconds`). Samples that were put, or became live, before this time are
             released.
     """
 
@@ -528,7 +530,7 @@ class SamplesExpired(Change):
     before: float
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples to release, or return None. A group is released only if all its members can be released."""
+        """Find the samples to release, or return None. Groups are released only as a whole."""
         partition = state.partition(self.partition_id)
         table = partition.table
         is_old = (partition.since[: table.count] < self.before) & (partition.state[: table.count] != CLEARED)
@@ -537,7 +539,7 @@ class SamplesExpired(Change):
         return (partition, old) if old.size else None
 
     def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
-        """Release the samples; return the number of released samples."""
+        """Release the samples, and return the number of released samples."""
         partition, positions = prepared
         partition.expired_count += positions.size
         release_rows(partition, positions, step)
@@ -545,7 +547,7 @@ class SamplesExpired(Change):
 
 
 def _owners(fields: Sequence[Field], owners: Indexes, bound: int) -> Indexes:
-    """Return the distinct rows or group slots among `owners` that have a cell in at least one of the fields."""
+    """Return the distinct rows or group slots in `owners` that have a cell in at least one of the fields."""
     owners = distinct(owners[owners >= 0], bound)
     has_cell = np.zeros(owners.size, np.bool_)
     for each in fields:
@@ -561,7 +563,7 @@ def _cell_count(fields: Sequence[Field]) -> int:
 
 
 def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
-    """Add the new rows of a write to the partition; return their positions."""
+    """Add the new rows of a write to the partition, and return their positions."""
     partition, count = checked.partition, checked.new_count
     code = STATE_CODES[write.state or SampleState.LIVE]
     added = partition.table.append(count, code)
@@ -620,8 +622,8 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
     if partition.sealed and new_count:
         raise PartitionSealedError(
             f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, but the put has "
-            f"{new_count} new samples. Put columns for existing samples by index, or by key with key_mode existing; "
-            "clear the partition to start over, or use another partition",
+            f"{new_count} new samples. Put columns for existing samples by index, or by key with key_mode existing. "
+            "For new samples, clear the partition to start over, or use another partition",
             metadata={"partition_id": partition.partition_id},
         )
     if partition.sealed and write.keys is not None and write.key_mode == "upsert" and positions is not None:
@@ -632,7 +634,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
                     f"partition {partition.partition_id!r} is sealed, and key "
                     f"{write.keys[int(np.argmax(is_there))]!r} already has field {column.spec.name!r}, perhaps from "
                     f"another run. Clear the partition to start over, or use another partition or one namespace per "
-                    f"run; to overwrite the field, put with key_mode existing",
+                    f"run. To overwrite the field, put with key_mode existing",
                     metadata={"partition_id": partition.partition_id},
                 )
     if not write.is_of_slots:
@@ -643,8 +645,8 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
         known = positions[positions >= 0]
         if (failed := partition.table.index[known[partition.state[known] == FAILED]]).size:
             raise PreconditionError(
-                f"sample {int(failed[0])} of partition {partition.partition_id!r} has failed, which is final; insert a "
-                f"new sample instead",
+                f"sample {int(failed[0])} of partition {partition.partition_id!r} has failed, which cannot be undone. "
+                f"Insert a new sample instead",
                 reason="SAMPLE_FAILED",
                 metadata={"partition_id": partition.partition_id, "global_index": str(failed[0])},
             )
@@ -672,7 +674,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
 
 
 def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes | None) -> list[FieldSpec]:
-    """Validate the columns of a write; return the field specs after the write.
+    """Validate the columns of a write, and return the field specs after the write.
 
     Args:
         partition: partition that contains the samples.
@@ -682,7 +684,7 @@ def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes 
     for name in partition.cells.shared.intersection(column.spec.name for column in write.columns):
         raise InvalidArgumentError(
             f"field {name!r} of partition {partition.partition_id!r} has group scope, but the put has a value for "
-            f"each of {write.row_count} samples; put one value per group with a put of groups",
+            f"each of {write.row_count} samples. Pass one value per group in a put of groups instead",
             field="columns",
             metadata={"field_name": name},
         )
@@ -694,7 +696,7 @@ def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes 
 
 
 def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, before: Indexes) -> list[FieldSpec]:
-    """Validate an append to held samples with cells of length `before`; return the field specs after the append."""
+    """Validate an append to held samples with cells of length `before`, and return the field specs after the append."""
     check_growing(partition, write.claim, positions)
     specs = partition.cells.appended_specs(write.columns)
     for spec in specs:
@@ -704,7 +706,7 @@ def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, 
             index = int(partition.table.index[positions[int(counts.argmax())]])
             raise PreconditionError(
                 f"field {spec.name!r} of sample {index} of partition {partition.partition_id!r} has "
-                f"{int(counts.max())} extents, expected fewer than {MOST_EXTENTS} before an append; put the entire "
+                f"{int(counts.max())} extents; expected fewer than {MOST_EXTENTS} before an append. Put the entire "
                 f"field, which merges the extents into one, and append in larger steps",
                 reason="TOO_MANY_EXTENTS",
                 metadata={
@@ -721,7 +723,7 @@ def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, 
 def _check_ragged(partition: Partition, name: str) -> None:
     """Raise an error if a field cannot be truncated.
 
-    A field cannot be truncated if it has group scope or if its rows have equal sizes in dimension 0.
+    A field cannot be truncated if it has group scope, or if all its rows have the same size in dimension 0.
     """
     if name in partition.cells.shared:
         raise InvalidArgumentError(
@@ -733,8 +735,8 @@ def _check_ragged(partition: Partition, name: str) -> None:
     known = partition.cells.fields.get(name)
     if known is not None and known.produced_count and known.spec.ragged_dims[:1] != (0,):
         raise FieldMismatchError(
-            f"field {name!r} is {known.spec.describe()}, expected a field whose rows differ in their first dimension; "
-            f"put the entire field instead",
+            f"field {name!r} is {known.spec.describe()}; expected a field whose rows differ in their first dimension. "
+            f"Put the entire field instead",
             field="data_fields",
             metadata={
                 "field_name": name,
@@ -747,9 +749,9 @@ def _check_ragged(partition: Partition, name: str) -> None:
 def _check_lengths(
     partition: Partition, name: str, positions: Indexes, expected: Indexes, *, at_least: bool = False
 ) -> Indexes:
-    """Return the lengths of the cells; raise PreconditionError if they differ from the expected lengths.
+    """Return the lengths of the cells. Raise PreconditionError if the lengths differ from the expected lengths.
 
-    With `at_least`, greater lengths are also accepted.
+    If `at_least` is True, greater lengths are also accepted.
     """
     lengths = partition.cells.lengths(name, positions)
     fits = lengths >= expected if at_least else lengths == expected
@@ -758,8 +760,8 @@ def _check_lengths(
     first = int(np.argmin(fits))
     index, got = int(partition.table.index[positions[first]]), int(lengths[first])
     raise PreconditionError(
-        f"field {name!r} of sample {index} of partition {partition.partition_id!r} has length {got}, expected "
-        f"{int(expected[first])} ({np.count_nonzero(~fits)} of {fits.size} samples differ); append at the "
+        f"field {name!r} of sample {index} of partition {partition.partition_id!r} has length {got}; expected "
+        f"{int(expected[first])} ({np.count_nonzero(~fits)} of {fits.size} samples differ). Append at the "
         f"current length, or truncate the field",
         reason="LENGTH_MISMATCH",
         metadata={
@@ -773,7 +775,7 @@ def _check_lengths(
 
 
 def _check_not_bounded(partition: Partition, write: SampleWrite, new_count: int) -> None:
-    """Raise an error if staleness is bounded, and a write adds samples without slots or sets start versions."""
+    """Raise an error if a write adds samples without slots, or sets start versions, although staleness is bounded."""
     _check_start_version(partition, write.meta)
     bounded = partition.settings.bounded_admission
     if bounded is not None and new_count:
@@ -817,8 +819,8 @@ def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes |
             for position, name, expected in zip(old.tolist(), of_old, known, strict=True):
                 if name and name != expected:
                     raise InvalidArgumentError(
-                        f"sample {int(partition.table.index[position])} is in {what} {expected!r}, got {name!r}; "
-                        f"{what}s are set when a sample is inserted and cannot change",
+                        f"sample {int(partition.table.index[position])} is in {what} {expected!r}, but the put "
+                        f"has {what} {name!r}. The {what} of a sample is set on insertion and cannot change",
                         field=f"{what}s",
                     )
         groups = None if groups is None else list(itertools.compress(groups, is_new))
@@ -829,7 +831,7 @@ def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes |
 def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes | None) -> None:
     """Raise an error if one put of a write would close a rollout to which a later put adds samples.
 
-    Failed samples also close their rollouts. With `ends_rollouts`, each put must contain a sample in a rollout.
+    Failed samples also close their rollouts. If `ends_rollouts` is True, each put must contain a sample in a rollout.
     """
     if not write.ends_rollouts and (write.state is not SampleState.FAILED or not write.rows_per_put):
         return
@@ -849,7 +851,7 @@ def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes |
     for name, count in Counter(itertools.chain.from_iterable(puts)).items():
         if count > 1:
             raise PreconditionError(
-                f"rollout {name!r} is in {count} of the combined puts, and the first of these puts would close the "
+                f"rollout {name!r} is in {count} of the combined puts, but the first of these puts would close the "
                 f"rollout. Send each put separately",
                 metadata={"group": name},
             )
@@ -862,9 +864,9 @@ def _check_write_once(partition: Partition, write: SampleWrite, positions: Index
         if is_there.any():
             index = int(partition.table.index[positions[np.argmax(is_there)]])
             raise AlreadyExistsError(
-                f"field {name!r} is write-once, got a second value for sample {index} of partition "
-                f"{partition.partition_id!r} ({np.count_nonzero(is_there)} of {positions.size} have one), expected "
-                f"samples without a value; omit these samples, or clear the field to put it again",
+                f"field {name!r} is write-once, but sample {index} of partition {partition.partition_id!r} already "
+                f"has a value ({np.count_nonzero(is_there)} of {positions.size} samples have one). Omit these "
+                f"samples, or clear the field to put it again",
                 metadata={
                     "resource_type": "cell",
                     "resource_name": f"{name} of sample {index}",
@@ -877,7 +879,7 @@ def _check_write_once(partition: Partition, write: SampleWrite, positions: Index
 
 def _check_counts(write: SampleWrite) -> None:
     if write.row_count <= 0:
-        raise InvalidArgumentError("the put is empty: got 0 samples, expected at least one", field="row_count")
+        raise InvalidArgumentError("the put contains 0 samples; expected at least one", field="row_count")
     counts = {
         "keys": write.keys,
         "groups": write.groups,
@@ -887,19 +889,19 @@ def _check_counts(write: SampleWrite) -> None:
     for name, values in counts.items():
         if values is not None and len(values) != write.row_count:
             raise InvalidArgumentError(
-                f"got {len(values)} {name} for {write.row_count} samples; pass one per sample", field=name
+                f"{name} has {len(values)} values for {write.row_count} samples; pass one per sample", field=name
             )
     if write.keys is not None:
         unique = set(write.keys)
         if len(unique) != len(write.keys):
             ((twice, _),) = Counter(write.keys).most_common(1)
-            raise InvalidArgumentError(f"key {twice!r} occurs twice in one put; pass each key once", field="keys")
+            raise InvalidArgumentError(f"key {twice!r} occurs twice in one put; pass each key only once", field="keys")
         if "" in unique:
             raise InvalidArgumentError("a key is empty; pass a key for every sample in the put", field="keys")
 
 
 def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
-    """Return the positions of the samples of a write, with -1 for new samples; None if all samples are new."""
+    """Return the positions of a write's samples, with -1 for new samples, or None if all samples are new."""
     if write.global_indexes is not None:
         if write.keys is not None:
             raise InvalidArgumentError("both global_indexes and keys are set; pass only one of them", field="keys")
@@ -912,7 +914,7 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
     is_known = positions >= 0
     if write.key_mode == "new" and is_known.any():
         key = keys[int(np.argmax(is_known))]
-        remedy = "create slots with other keys" if write.is_of_slots else "use key_mode upsert to write to it"
+        remedy = "create slots with other keys" if write.is_of_slots else "use key_mode upsert to write to this sample"
         raise AlreadyExistsError(
             f"key {key!r} already exists in partition {partition.partition_id!r}; {remedy}",
             metadata={"resource_type": "key", "resource_name": key, "partition_id": partition.partition_id},
@@ -920,8 +922,8 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
     if write.key_mode == "existing" and not is_known.all():
         key = keys[int(np.argmin(is_known))]
         raise KeyNotFoundError(
-            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, index)}; use "
-            f"key_mode upsert to add it",
+            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, index)}. Use "
+            f"key_mode upsert to add the key",
             metadata={"partition_id": partition.partition_id, "key": key},
         )
     return positions

@@ -1,20 +1,20 @@
-"""The state machine, which makes every change to the state of the controller.
+"""The state machine, which applies every change to the state of the controller.
 
     group:  prepare -> encode -> apply each change; the last change records the response to the request
             -> append the group to the log as a unit
             -> pass the consequences to the listener: freed cells, started leases, wake-ups
 
-A group contains the changes that are made in one iteration of the event loop. `prepare` validates a change without
-modifying the state, so a change that is rejected or cannot be encoded has no effect. An error while a change is applied
-is fatal. In this case, the group is dropped, and the process stops using its state, which may be inconsistent. The log
+A group contains the changes made in one iteration of the event loop. `prepare` validates a change without modifying the
+state, so a change that is rejected or cannot be encoded has no effect. An error while a change is being applied is
+fatal. In this case, the group is discarded, and the process stops using its state, which may be inconsistent. The log
 therefore contains exactly the applied changes, and replaying the log after a restart restores the state. The
-consequences of a change concern only the process that made the change, so replay ignores them.
+consequences of a change concern only the process that made the change, so replay ignores these consequences.
 
-The design is a replicated state machine; see Ongaro and Ousterhout, "In Search of an Understandable Consensus
-Algorithm", 2014, section 2.
+The design follows the replicated state machine described in Ongaro and Ousterhout, "In Search of an Understandable
+Consensus Algorithm", 2014, section 2.
 
-The state machine also records the responses to mutating requests. A retry receives the recorded response and changes
-nothing.
+The state machine also records the responses to mutating requests. A retried request receives the recorded response and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _ENTRY_BYTES: Final = 256  # approximate memory used by a request id, a time, an
 
 
 class Entry(NamedTuple):
-    """A recorded response: the request id, the wall-clock time of the response in seconds, and the response itself."""
+    """A recorded response, with its request id and its wall-clock time in seconds."""
 
     key: bytes
     seconds: float
@@ -71,13 +71,13 @@ def merged(*snapshots: Iterable[Entry]) -> list[Entry]:
 
 
 class IdempotencyCache:
-    """Responses to mutating requests, by request_id. Each response is kept while a client may still retry the request.
+    """Responses to mutating requests, by request_id. Each response is kept as long as a client may retry the request.
 
     Rejected requests are not recorded, because they change nothing and a retry may succeed. The age of a response is
-    measured from the time of the request's step, so a restart does not extend its lifetime.
+    measured from the time of the request's step, so a restart does not extend the lifetime of a response.
 
     Attributes:
-        used_bytes: approximate memory used by the responses, in bytes.
+        used_bytes: approximate memory usage of the responses, in bytes.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class IdempotencyCache:
             pack: function that converts a response to its stored form. The stored form should be small, because a cache
                 may contain a million responses.
             unpack: function that converts the stored form back to the response.
-            max_bytes: memory limit in bytes. If it is exceeded, the oldest responses are removed early. None means no
-                limit.
+            max_bytes: memory limit in bytes. If the limit is exceeded, the oldest responses are removed early. None
+                means no limit.
             weigh: function that returns the size of a stored response in bytes.
         """
         self.pack = pack
@@ -119,11 +119,11 @@ class IdempotencyCache:
         return len(self._newest)
 
     def recorded(self, request_id: bytes, kind: type[object], now_seconds: float) -> Any | None:
-        """Return the recorded response to a request, or None if it does not exist or is too old.
+        """Return the recorded response to a request, or None if no response exists or the response is too old.
 
         Raises:
-            InvalidArgumentError: the request id is not 16 bytes long, or the recorded response is not of type `kind`
-                because the caller used this id for another method.
+            InvalidArgumentError: the request id is not 16 bytes long, or the recorded response does not have the type
+                `kind`, because the caller used this id for another method.
         """
         check_id("request_id", request_id)
         number = self._newest.get(request_id)
@@ -132,8 +132,8 @@ class IdempotencyCache:
         recorded = self._unpack(self._packed[number - self._removed_count])
         if not isinstance(recorded, kind):
             raise InvalidArgumentError(
-                f"request_id {request_id.hex()} was already used for another call, whose result was of type "
-                f"{type(recorded).__name__}; use a new request_id for each call, and reuse it only for retries",
+                f"request_id {request_id.hex()} was already used for another call, with a result of type "
+                f"{type(recorded).__name__}. Use a new request_id for each call, and reuse it only for retries",
                 field="request_id",
             )
         return recorded
@@ -141,8 +141,8 @@ class IdempotencyCache:
     def add(self, request_id: bytes, packed: Any, at_seconds: float) -> None:
         """Remove responses that are too old or exceed the memory limit, and record a new response.
 
-        If `keep_seconds` has been increased, a request id can have two entries. In this case, its first response
-        expired under the shorter limit.
+        If `keep_seconds` has been increased, a request id can have two entries, because the first response expired
+        under the shorter limit.
         """
         self._forget_old(at_seconds)
         self._append(request_id, at_seconds, packed)
@@ -170,7 +170,7 @@ class IdempotencyCache:
             self._forgotten_count, self._removed_count = 0, self._removed_count + oldest
 
     def snapshot(self) -> Iterator[Entry]:
-        """Return an iterator over the current responses in stored form. The iterator can be used on any thread.
+        """Return an iterator over the current responses in stored form. Any thread can use the iterator.
 
         The call takes constant time, because the lists are only appended to or replaced.
         """
@@ -199,7 +199,7 @@ class State:
         partitions: partitions by name.
         policies: policies by name.
         answers: recorded responses to mutating requests, which are returned to retries.
-        snapshot_number: number of the restored snapshot; 0 if the state was not restored from a snapshot.
+        snapshot_number: number of the snapshot from which the state was restored; 0 if no snapshot was restored.
     """
 
     __slots__ = ("answers", "partitions", "policies", "snapshot_number")
@@ -211,17 +211,17 @@ class State:
         self.answers = IdempotencyCache(600.0) if answers is None else answers
 
     def add_partition(self, partition: Partition) -> None:
-        """Add a partition and give it access to the policies and to all partitions."""
+        """Add a partition, and give it access to the policies and to all partitions."""
         partition.policies, partition.all_partitions = self.policies, self.partitions
         self.partitions[partition.partition_id] = partition
 
     def policy(self, name: str) -> Policy:
-        """Return a policy; raise PolicyNotFoundError if it has no published version."""
+        """Return a policy. Raise PolicyNotFoundError if the policy has no published version."""
         policy = self.policies.get(name)
         if policy is None:
             raise PolicyNotFoundError(
-                f"policy {name!r} has no published version; its trainer must publish one first; "
-                f"{nearest(name, self.policies)}",
+                f"policy {name!r} has no published version; {nearest(name, self.policies)}. Its trainer must publish "
+                f"a version first",
                 metadata={"policy": name},
             )
         return policy
@@ -252,19 +252,20 @@ class Step:
     """The consequences of a group of changes, collected for the process that makes the changes.
 
     Attributes:
-        at_seconds: time of the group in seconds (see `StateMachine.now_seconds`). During replay, the time recorded in
-            the log.
+        at_seconds: time of the group in seconds (see `StateMachine.now_seconds`). During replay, this is the time
+            recorded in the log.
         freed: cells that no longer belong to any sample.
-        leases: leases that began or were extended: partition, name of the task, and claim.
-        batches: batches that were planned for ranks: partition, name of the task, and claim.
-        changed: partitions where waiting claims may find more samples.
-        consumed: partitions where a task has fewer samples left, so waiting writes may proceed.
+        leases: leases that began or were extended, each with its partition, task name and claim.
+        batches: batches that were planned for ranks, each with its partition, task name and claim.
+        changed: partitions in which waiting claims may find more samples.
+        consumed: partitions in which a task has fewer samples left, so waiting writes may proceed.
         created: new partitions.
         cleared: removed partitions.
-        written: rows that were added or written: partition and global indexes.
-        removed: rows that were removed: partition, global indexes, and keys. The keys are None if the partition does
-            not use keys.
-        tasks: tasks that progressed: partition and name of the task. The name None means all tasks of the partition.
+        written: rows that were added or written, as pairs of a partition and global indexes.
+        removed: rows that were removed, each entry with the partition, global indexes and keys. The keys are None if
+            the partition does not use keys.
+        tasks: tasks that progressed, as pairs of a partition and a task name. The name None means all tasks of the
+            partition.
         policies: names of policies that were removed or have a new version.
         pending: actions to run at the end of the current change, as part of the change.
     """
@@ -284,22 +285,22 @@ class Step:
     pending: list[Callable[[], None]] = field(default_factory=list)
 
     def complete(self) -> None:
-        """Run all pending actions, including actions that are added while they run."""
+        """Run all pending actions, including actions added by other actions."""
         while self.pending:
             self.pending.pop(0)()
 
     def note_change(self, partition: Partition) -> None:
-        """Make all waiting claims in a partition search again, whichever rows have changed."""
+        """Make all waiting claims in a partition search again, regardless of which rows have changed."""
         partition.state_version += 1
         self.changed[partition] = None
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Change(ABC):
-    """Base class of changes to the state. Subclasses become frozen dataclasses, and the log stores their fields.
+    """Base class of changes to the state. Subclasses become frozen dataclasses, whose fields are stored in the log.
 
     Attributes:
-        kinds: all change classes by class name. The class name identifies the class in the log.
+        kinds: all change classes, by the class name that identifies them in the log.
     """
 
     kinds: ClassVar[dict[str, type[Change]]] = {}
@@ -312,24 +313,24 @@ class Change(ABC):
 
     @abstractmethod
     def prepare(self, state: State) -> Any | None:
-        """Validate the change; return the objects that `apply` needs, or None if there is nothing to change.
+        """Validate the change, and return the objects that `apply` needs, or None if there is nothing to change.
 
         This method must not modify the state.
 
         Raises:
-            TqError: the change is not valid for the current state.
+            TqError: the change is not valid in the current state.
         """
 
     @abstractmethod
     def apply(self, state: State, prepared: Any, step: Step) -> Any:
-        """Make the change and return its result, which must depend only on the state and the step.
+        """Apply the change and return the result, which must depend only on the state and the step.
 
         This method must not reject the change, because an error at this point is fatal.
         """
 
 
 class ChangeLog(Protocol):
-    """The log to which the state machine appends groups of changes."""
+    """A log to which the state machine appends groups of changes."""
 
     def check_open(self) -> None:
         """Raise an error if the log no longer accepts records."""
@@ -341,12 +342,12 @@ class ChangeLog(Protocol):
 
 
 def encode_change(change: Change) -> bytes:
-    """Encode a change for the log; raise an error if the value of a field cannot be encoded."""
+    """Encode a change for the log. Raise an error if the value of a field cannot be encoded."""
     return codec.encode_named(change)
 
 
 def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
-    """Pack encoded changes into log records that are smaller than 1 MiB, which is the limit of etcd.
+    """Pack encoded changes into log records of less than 1 MiB, the record limit of etcd.
 
     A change that exceeds the limit gets a separate record.
     """
@@ -362,10 +363,10 @@ def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
 
 
 def decode_group(record: bytes) -> tuple[float, list[Change]]:
-    """Decode a log record; return its time and its changes.
+    """Decode a log record, and return its time and its changes.
 
     Raises:
-        NewerVersionError: a change has an unknown kind or field, so a newer version wrote it.
+        NewerVersionError: a change has an unknown kind or field, so a newer version wrote the record.
         ValueError, TypeError, KeyError, struct.error: the record is not a valid group.
     """
     (at_seconds,) = _AT_SECONDS.unpack_from(record)
@@ -374,7 +375,7 @@ def decode_group(record: bytes) -> tuple[float, list[Change]]:
 
 
 class RequestAnswered(Change):
-    """A mutating request was answered. This is the last change in the group of the request.
+    """A mutating request was answered. This change is always the last change in the request's group.
 
     Attributes:
         packed: response in stored form.
@@ -393,13 +394,13 @@ class RequestAnswered(Change):
 
 
 class StateMachine:
-    """Applies changes to the state and logs them. It must be used from a single event loop.
+    """A state machine that applies changes to the state and logs them. Must be used from a single event loop.
 
     Attributes:
-        log: log to which changes are appended. None if changes are not logged, for example during recovery.
-        fatal: function that is called with a reason and an error when the state can no longer be used.
-        listener: function that is called with the consequences of a group after the group has been appended to the log.
-        refusal: function that returns the error to raise for all changes. None if changes are accepted.
+        log: log to which changes are appended. None if changes are not being logged, for example during recovery.
+        fatal: function called with a reason and an error when the state can no longer be used.
+        listener: function called with the consequences of a group after the group has been appended to the log.
+        refusal: function that returns the error to raise for each change. None if changes are accepted.
     """
 
     def __init__(self, state: State) -> None:
@@ -414,7 +415,7 @@ class StateMachine:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Combine all changes made in a `with` block into one group. The block must not contain `await`."""
+        """Combine all changes made in a `with` block into one group. The block must not contain an `await`."""
         step, encoded = self._group = Step(self.now_seconds()), list[bytes]()
         failure: BaseException | None = None
         try:
@@ -431,7 +432,7 @@ class StateMachine:
                 self._finish(step, encoded)
 
     def _finish(self, step: Step, encoded: Sequence[bytes]) -> None:
-        """Append a group to the log and pass its consequences to the listener."""
+        """Append a group to the log, and pass the consequences of the group to the listener."""
         try:
             if self.log is not None:
                 self.log.append(encode_group(step.at_seconds, encoded))
@@ -441,16 +442,16 @@ class StateMachine:
             raise
 
     def commit(self, change: Change, prepared: Any = None) -> Any:
-        """Make a change and return its result, or None if there is nothing to change.
+        """Apply a change and return its result, or None if there is nothing to change.
 
         The change joins the open group or forms a new group.
 
         Args:
-            change: change to make.
+            change: change to apply.
             prepared: result of `change.prepare` for the current state. If None, this method calls `prepare`.
 
         Raises:
-            TqError: the change was rejected, and the state is unchanged.
+            TqError: the change was rejected, and the state was not modified.
         """
         if prepared is None:
             prepared = change.prepare(self.state)
@@ -459,9 +460,9 @@ class StateMachine:
         return self.commit_all(((change, prepared),))
 
     def commit_all(self, changes: Sequence[tuple[Change, Any]]) -> Any:
-        """Make either all of the prepared changes or none of them; return the result of the last change.
+        """Apply all of the prepared changes or none of them, and return the result of the last change.
 
-        All changes are encoded before the first change is applied. They join the open group or form a new group.
+        All changes are encoded before the first change is applied. The changes join the open group or form a new group.
         """
         if self._group is None:
             with self.group():
@@ -478,35 +479,35 @@ class StateMachine:
                 step.complete()
         except BaseException as error:
             self._group[1].clear()  # this also drops the earlier changes in the group
-            self.fatal("a change was only partly applied", error)
+            self.fatal("a change was only partially applied", error)
             raise
         self._group[1].extend(encoded)
         return result
 
     def log_alone(self, change: Change) -> None:
-        """Log a change that was made outside the state machine. This works even while changes are rejected."""
+        """Log a change that was made outside the state machine, even while changes are being rejected."""
         if self.log is not None:
             self.log.append(encode_group(self.now_seconds(), [encode_change(change)]))
 
     def replay(self, change: Change, at_seconds: float) -> None:
-        """Apply a change read from the log. All earlier changes in the log must have been applied.
+        """Apply a change read from the log. All earlier changes in the log must already have been applied.
 
         Raises:
-            TqError, LookupError, ValueError: the change is not valid for the current state.
+            TqError, LookupError, ValueError: the change is not valid in the current state.
         """
         self._last_seconds = at_seconds
         prepared = change.prepare(self.state)
         if prepared is None:
-            raise ValueError("the change has no effect")
+            raise ValueError("could not replay a change, because it has no effect on the current state")
         step = Step(at_seconds)
         change.apply(self.state, prepared, step)
         step.complete()
 
     def now_seconds(self) -> float:
-        """Return the time, in seconds, for a group that starts now.
+        """Return the time of a group that starts now, in seconds.
 
-        The process reads the wall clock only at startup and adds monotonic time to it, so clock adjustments are
-        ignored. The result is never earlier than the time of the last group in the log.
+        The process reads the wall clock only at startup and then adds monotonic time, so clock adjustments are ignored.
+        The result is never earlier than the time of the last group in the log.
         """
         now = self._clock_offset + time.monotonic()
         if now < self._last_seconds:

@@ -1,26 +1,26 @@
-"""The object store interface, the settings in store URLs, and the creation of a store from its URL.
+"""The object store interface, the parsing of settings in store URLs, and the creation of stores from URLs.
 
-Messages and docs/engines.md call an object store an engine. To add an engine, subclass `ObjectStore` if its client uses
-asyncio, or `BlockingObjectStore` if the client blocks, and register the module as an entry point.
+In messages and in docs/engines.md, an object store is called an engine. To add an engine, subclass `ObjectStore` if its
+client uses asyncio, or `BlockingObjectStore` if the client blocks, and register the module as an entry point.
 
 An object is written once, under a name that was never used before, and is stored either completely or not at all.
-Objects are read from the beginning. Backends offer weaker and differing guarantees, but every store must fulfill the
-following contract, which `tests/objects/test_contract.py` checks:
+Objects are always read from the beginning. Backends offer different and weaker guarantees, but every store must fulfill
+the following contract, which `tests/objects/test_contract.py` checks:
 
-- A name is used for only one attempt by one writer. Therefore, no other writer encounters a partial object or a
-  reservation left under that name by a killed writer.
-- A store may make fewer copies than requested, which is not an error. `put` and `copies` return the number of copies.
-- Objects are never removed by force. An object that a reader has leased is kept, and its name is returned, so that the
-  removal can be retried (`remover.py`).
+- A name is used for only one attempt by one writer. Therefore, no writer encounters a partial object or a reservation
+  that a killed writer left under the same name.
+- A store may make fewer copies than requested without raising an error. `put` and `copies` return the number of copies.
+- Objects are never removed by force. An object leased by a reader is kept, and its name is returned for a later retry
+  (`remover.py`).
 - A checksum covers all bytes. Each object starts with a header that contains its size and checksum. Reading a complete
   object that does not match its checksum raises an error, so a reader never receives a mix of two objects.
 - Calls do not block the event loop. Each call ends within its time limit, either with a result or with an error from
   `tq_service.errors`.
 
 Most clients block, and `BlockingObjectStore` calls them in daemon threads. Clients written in C++ or Rust release the
-GIL while they work, as do clients that are waiting for a socket. The GIL is also released while large objects are
-checksummed and copied. A call that exceeds its time limit occupies its thread until the call ends. The caller receives
-an error immediately, and `Landing` prevents the late call from writing to the caller's memory.
+GIL while they work, and so do clients waiting for a socket. Checksumming and copying large objects also releases the
+GIL. A call that exceeds its time limit keeps occupying its thread until the call ends. The caller receives an error
+immediately, and `Landing` prevents the late call from writing to the caller's memory.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ LARGEST_OBJECT_BYTES: Final = 64 << 20
 
 
 class ObjectMissingError(DataLossError):
-    """No complete object has this name. It was never put, is partially written, was removed, or lost all its copies.
+    """Raised if no complete object has the given name.
 
-    Clients receive a `DataLossError`, because the service reads only acknowledged objects.
+    The object was never put, is only partially written, was removed, or lost all its copies. Clients receive a
+    `DataLossError`, because the service reads only acknowledged objects.
     """
 
 
@@ -82,11 +83,11 @@ class Abilities:
     """Guarantees and capabilities of an object store.
 
     Attributes:
-        survives: the worst failure that an acknowledged object survives: the end of the writer's process, the loss of a
+        survives: worst failure that an acknowledged object survives: the end of the writer's process, the loss of a
             node, or a power failure on all nodes.
-        fixed_copies: number of copies per object if the store determines it. Callers cannot require more copies. None
-            if the caller of `put` determines the number.
-        lists_names: whether the store supports `list_names` and reads only names with the prefix. If false,
+        fixed_copies: number of copies per object, if the store determines this number. Callers cannot require more
+            copies. None if the caller of `put` determines the number of copies.
+        lists_names: whether the store supports `list_names` and reads only names with the given prefix. If False,
             `list_names` must not be called.
     """
 
@@ -96,33 +97,34 @@ class Abilities:
 
 
 class ObjectStore(ABC):
-    """A store for objects that are written once, under names that were never used before. Confined to one event loop.
+    """A store for objects that are written once, under new names. Each store must be used from a single event loop.
 
-    Names consist of segments of letters, digits, '.', '_', ':' and '-', separated by '/'. Calls may run concurrently.
-    The store limits the number of concurrent calls to the backend, and queues further calls. A cancelled call may still
-    take effect. For example, a cancelled put may leave an object, which the remover can remove by name.
+    Object names consist of segments of letters, digits, '.', '_', ':' and '-', separated by '/'. Calls may run
+    concurrently. The store limits the number of concurrent calls to the backend and queues further calls. A cancelled
+    call may still take effect. For example, a cancelled put may leave an object, which the remover can remove by name.
 
-    Subclass this class if the store's client uses asyncio, or `BlockingObjectStore` if the client blocks.
+    To add a store, derive from this class if the store's client uses asyncio, or from `BlockingObjectStore` if the
+    client blocks.
     """
 
     @property
     @abstractmethod
     def abilities(self) -> Abilities:
-        """Guarantees and capabilities of the store. Available before `open`."""
+        """Guarantees and capabilities of the store, which are available even before `open`."""
 
     @abstractmethod
     async def open(self, node: str, offered_bytes: int) -> None:
-        """Connect to the store. Call this method once, before all other methods.
+        """Connect to the store. Call this method once, before any other method.
 
         Args:
             node: name of this process's node. A store that controls placement must not place copies of this process's
-                objects on this node.
+                objects on that node.
             offered_bytes: number of bytes of this node's memory that the store may use for objects of other nodes.
-                Ignored by stores with separate memory.
+                Stores with separate memory ignore this argument.
 
         Raises:
             UnavailableError: the store cannot be reached.
-            InvalidArgumentError: the store rejects its settings. For example, the bucket does not exist.
+            InvalidArgumentError: the store rejects its settings, for example because the bucket does not exist.
         """
 
     @abstractmethod
@@ -131,22 +133,22 @@ class ObjectStore(ABC):
 
         Args:
             name: a name that was never used before, not even by a failed attempt.
-            parts: the object's bytes, as a sequence of buffers. The buffers must not change until this call returns or
-                raises. A cancelled call raises only after it has stopped reading the buffers.
+            parts: bytes of the object, as a sequence of buffers. The buffers must not change until `put` returns or
+                raises an error. A cancelled call raises only after it has stopped reading the buffers.
             copies: number of nodes that should store the object. If the store controls placement, the node of this
                 process does not count.
 
         Returns:
-            The number of complete copies. It is at least 1, but less than requested if the store has too few nodes.
+            The number of complete copies, which is at least 1, but less than requested if the store has too few nodes.
 
         Raises:
             AlreadyExistsError: the name was used before, possibly by this call if a first response was lost. The stored
-                object is unchanged. (A store that cannot detect this case returns the number of copies of the stored
+                object is unchanged. (Stores that cannot detect this case return the number of copies of the stored
                 object.)
-            QuotaExceededError: no other node has capacity for the object. Remove objects to free capacity.
+            QuotaExceededError: no other node has capacity for the object. Removing objects frees capacity.
             InvalidArgumentError: the object is larger than `LARGEST_OBJECT_BYTES`.
-            UnavailableError: the store did not respond, or refused the call. The object may or may not be stored. Retry
-                under a new name, and pass this name to the remover.
+            UnavailableError: the store did not respond, or rejected the call. The object may or may not be stored.
+                Retry under a new name, and pass the old name to the remover.
         """
 
     @abstractmethod
@@ -156,7 +158,7 @@ class ObjectStore(ABC):
         Raises:
             ObjectMissingError: no complete object has this name.
             DataLossError: the object is shorter than `into`, or does not match its checksum. The checksum is verified
-                only if the object is read in full.
+                only if the entire object is read.
             UnavailableError: the object is temporarily unavailable.
         """
 
@@ -172,14 +174,14 @@ class ObjectStore(ABC):
 
     @abstractmethod
     async def remove(self, names: Sequence[str]) -> list[str]:
-        """Remove objects, including partially written objects, unless they are leased. Never removes by force.
+        """Remove objects, including partially written ones, unless they are leased. Removal is never forced.
 
         Returns:
-            Names to retry after a second. Their objects are leased or still being written, or the store did not
+            Names to retry after a second, because their objects are leased or still being written, or the store did not
             confirm their removal.
 
         Raises:
-            UnavailableError: the store did not respond. Some of the objects may have been removed.
+            UnavailableError: the store did not respond. Some of the objects may nevertheless have been removed.
         """
 
     @abstractmethod
@@ -199,15 +201,15 @@ class ObjectStore(ABC):
         Raises:
             UnavailableError: the store did not respond.
         """
-        raise TypeError(f"{type(self).__qualname__} cannot list names; check abilities.lists_names")
+        raise TypeError(f"{type(self).__qualname__} cannot list names; check abilities.lists_names before the call")
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Disconnect from the store without removing objects. Running calls fail with an error. Idempotent."""
+        """Disconnect from the store without removing objects. Running calls fail. This method is idempotent."""
 
 
 class BlockingObjectStore(ObjectStore):
-    """An object store whose client blocks. Each call runs in one of the store's threads, with a time limit.
+    """An object store whose client blocks. The store runs each call in a thread, with a time limit.
 
     For each public call, a subclass implements a blocking method with the same name and a leading `_`. These methods
     may run concurrently once `_connect` has returned. If a method raises an exception other than `TqError`, `_error`
@@ -219,7 +221,7 @@ class BlockingObjectStore(ObjectStore):
         timeout_seconds: maximum duration of a call, including its wait for a thread.
 
     Attributes:
-        place: the redacted URL, for messages.
+        place: the redacted URL, for use in messages.
     """
 
     engine: ClassVar[str]
@@ -244,7 +246,7 @@ class BlockingObjectStore(ObjectStore):
 
     @abstractmethod
     def _connect(self, node: str, offered_bytes: int) -> None:
-        """Connect to the store; see `open`."""
+        """Connect to the store (see `open`)."""
 
     @abstractmethod
     def _put(self, name: str, sealed: Sequence[memoryview], copies: int) -> int:
@@ -252,7 +254,7 @@ class BlockingObjectStore(ObjectStore):
 
     @abstractmethod
     def _read(self, name: str, landing: Landing) -> None:
-        """Write the first bytes of an object to `landing`, as many as fit."""
+        """Write as many of an object's first bytes to `landing` as fit."""
 
     @abstractmethod
     def _copies(self, names: Sequence[str]) -> list[int]:
@@ -267,7 +269,7 @@ class BlockingObjectStore(ObjectStore):
         """Return the size of an object in bytes, excluding the header."""
 
     def _close(self) -> None:
-        """Close the client. Does nothing by default, because many clients keep no connection open."""
+        """Close the client. The default does nothing, because many clients keep no connection open."""
 
     def _error(self, error: Exception) -> TqError:
         """Convert a client exception to a service error."""
@@ -309,18 +311,18 @@ class BlockingObjectStore(ObjectStore):
 
     async def _run(self, call: Callable[[], T]) -> T:
         if not self._is_open:
-            raise UnavailableError(f"the {self.engine} engine at {self.place} is not open; open it before other calls")
+            raise UnavailableError(f"the {self.engine} engine at {self.place} is not open; call open first")
         return await self._in_thread(call)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        """Run a call in a thread. A cancelled caller waits until the call ends, because the call may use its memory."""
+        """Run a call in a thread. If cancelled, wait for the call to end, because it may use the caller's memory."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.timeout_seconds
         try:
             async with asyncio.timeout_at(until):
                 await self._free.acquire()
         except TimeoutError:
-            raise self._late("no thread became free") from None
+            raise self._late("no thread became available") from None
         running = start_daemon_thread(call, thread_name=f"tq-{self.engine}")
         self._running.add(running)
         running.add_done_callback(self._end)
@@ -349,19 +351,19 @@ class BlockingObjectStore(ObjectStore):
         return UnavailableError(f"{self.engine} did not respond within {self.timeout_seconds:g} s ({detail})")
 
     def _unavailable(self, detail: str) -> UnavailableError:
-        """Return the error for a call that the store refused or did not answer."""
+        """Return the error for a call that the store rejected or did not answer."""
         return UnavailableError(f"{self.engine} at {self.place}: {detail[:_MESSAGE_CHARACTERS]}")
 
     def _full(self, detail: str) -> QuotaExceededError:
         """Return the error for a put that exceeds the capacity of the store."""
         return QuotaExceededError(
-            f"{self.place} is full ({detail[:_MESSAGE_CHARACTERS]}); remove objects or increase its capacity",
+            f"{self.place} is full ({detail[:_MESSAGE_CHARACTERS]}); remove objects, or increase the store's capacity",
             retry_after_seconds=_RETRY_AFTER_SECONDS,
         )
 
 
 class Landing:
-    """A caller's memory, which a thread fills while the caller waits."""
+    """Memory of a caller, which a thread fills while the caller waits."""
 
     def __init__(self, name: str, into: memoryview) -> None:
         self._name = name
@@ -401,21 +403,22 @@ def seal(name: str, parts: Sequence[Buffer]) -> list[memoryview]:
     size = sum(map(len, views))
     if size > LARGEST_OBJECT_BYTES:
         raise InvalidArgumentError(
-            f"object {name} has {size} bytes; expected at most {LARGEST_OBJECT_BYTES}; split it into several objects",
+            f"object {name} has {size} bytes; expected at most {LARGEST_OBJECT_BYTES}. Split the data into several "
+            f"objects",
             field="parts",
         )
     return [memoryview(_HEADER.pack(_MAGIC, size, _checksum(views))), *views]
 
 
 def joined(sealed: Sequence[memoryview]) -> memoryview:
-    """Return a sealed object as a single contiguous buffer. The GIL is released while copying."""
+    """Return a sealed object as a single contiguous buffer. The function releases the GIL while copying."""
     whole = memoryview(bytearray(sum(map(len, sealed))))
     fill(whole, sealed)
     return whole
 
 
 def fill(into: memoryview, views: Sequence[memoryview]) -> None:
-    """Copy bytes to the start of `into`. Unlike `bytes.join`, this releases the GIL."""
+    """Copy bytes to the start of `into`. Unlike `bytes.join`, this function releases the GIL."""
     start = 0
     for view in filter(len, views):
         end = start + len(view)
@@ -424,7 +427,7 @@ def fill(into: memoryview, views: Sequence[memoryview]) -> None:
 
 
 def size_of(name: str, header: Buffer) -> int:
-    """Return the object size from a header. The size excludes the header itself.
+    """Return the object size recorded in a header. The size excludes the header itself.
 
     Raises:
         ObjectMissingError: the object is shorter than a header and therefore only partially written.
@@ -443,21 +446,22 @@ def check(name: str, header: Buffer, data: memoryview) -> None:
     """
     size, checksum = _parse(name, header)
     if len(data) > size:
-        raise DataLossError(f"object {name} has {size} bytes; expected at least {len(data)}; another put wrote it")
+        raise DataLossError(f"object {name} has {size} bytes; expected at least {len(data)}. Another put wrote it")
     if len(data) == size and _checksum([data]) != checksum:
         raise DataLossError(
-            f"object {name}: {size} bytes do not match their checksum; this copy is corrupt or truncated"
+            f"the {size} bytes of object {name} do not match their checksum; this copy is corrupt or truncated"
         )
 
 
 def _parse(name: str, header: Buffer) -> tuple[int, int]:
     if len(header) < HEADER_BYTES:
         raise ObjectMissingError(
-            f"object {name} has {len(header)} bytes, fewer than a header; it is only partially written"
+            f"object {name} has only {len(header)} bytes; expected at least a header. The object is only partially "
+            f"written"
         )
     magic, size, checksum = _HEADER.unpack(bytes(header[:HEADER_BYTES]))
     if magic != _MAGIC:
-        raise DataLossError(f"object {name} begins with {magic!r}, expected {_MAGIC!r}; another program wrote it")
+        raise DataLossError(f"object {name} begins with {magic!r}; expected {_MAGIC!r}. Another program wrote it")
     return size, checksum
 
 
@@ -471,24 +475,24 @@ def _checksum(views: Sequence[memoryview]) -> int:
 class EngineUrl:
     """An object store URL such as `s3://bucket/prefix?region=us-east-1`.
 
-    The URL may contain a password, so messages show `redacted` instead.
+    The URL may contain a password, so messages show the attribute `redacted` instead.
 
     Attributes:
         scheme: name of the backend.
-        host: part between `//` and the next `/`, without user and password.
-        path: part after the host, without the leading `/`.
-        username, password: user and password in the URL, or None.
+        host: part between `//` and the next `/`, excluding the user name and password.
+        path: part after the host, excluding the leading `/`.
+        username, password: user name and password in the URL, or None.
     """
 
     def __init__(self, url: str) -> None:
         """Parse a URL.
 
         Raises:
-            InvalidArgumentError: the text is not a URL, or the URL contains a setting twice.
+            InvalidArgumentError: `url` is not a URL, or contains a setting more than once.
         """
         parts = urlsplit(url)
         if not parts.scheme or "://" not in url:
-            raise InvalidArgumentError(f"object store is {redacted(url)!r}, expected a URL such as s3://bucket/prefix")
+            raise InvalidArgumentError(f"object store is {redacted(url)!r}; expected a URL such as s3://bucket/prefix")
         self.scheme = parts.scheme
         self.host = parts.netloc.rpartition("@")[2]
         self.path = unquote(parts.path.removeprefix("/"))
@@ -498,13 +502,13 @@ class EngineUrl:
         self._options: dict[str, str] = {}
         for name, values in parse_qs(parts.query, keep_blank_values=True).items():
             if len(values) != 1:
-                raise InvalidArgumentError(f"{self.redacted}: {name} is set {len(values)} times, expected once")
+                raise InvalidArgumentError(f"{self.redacted}: {name} is set {len(values)} times; expected once")
             self._options[name] = values[0]
         self._asked: set[str] = set()
 
     @property
     def location(self) -> str:
-        """Host and path, separated by `/`."""
+        """The host and path, separated by `/`."""
         return f"{self.host}/{self.path}" if self.path else self.host
 
     def text(self, name: str, default: str) -> str:
@@ -513,7 +517,7 @@ class EngineUrl:
         return self._options.get(name, default)
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
-        """Return a setting that must have one of the given values."""
+        """Return a setting that must be one of the given values."""
         value = self.text(name, default)
         if value not in choices:
             raise self._wrong(name, value, f"one of {', '.join(choices)}")
@@ -545,7 +549,7 @@ class EngineUrl:
         return value in _TRUE
 
     def secret(self, name: str, variable: str) -> str | None:
-        """Return a secret from the file named by the setting `<name>_file`, or else from an environment variable.
+        """Return a secret from the file named by the setting `<name>_file`, otherwise from an environment variable.
 
         Raises:
             InvalidArgumentError: the file cannot be read.
@@ -564,11 +568,12 @@ class EngineUrl:
             return Path(path).read_bytes() if path else None
         except OSError as error:
             raise InvalidArgumentError(
-                f"{self.redacted}: {name} {path} cannot be read ({type(error).__name__}); expected a readable file"
+                f"{self.redacted}: {name} is {path}, which cannot be read ({type(error).__name__}); expected a "
+                "readable file"
             ) from error
 
     def check_all_used(self) -> None:
-        """Check that the store has read all settings in the URL. Settings that were not read are unknown.
+        """Check that the store has read all settings in the URL. Any setting that was not read is unknown.
 
         Raises:
             InvalidArgumentError: the URL contains unknown settings.
@@ -576,16 +581,16 @@ class EngineUrl:
         unknown = sorted(self._options.keys() - self._asked)
         if unknown:
             raise InvalidArgumentError(
-                f"{self.redacted}: unknown settings {', '.join(unknown)}; {self.scheme} accepts "
+                f"{self.redacted} has unknown settings {', '.join(unknown)}; {self.scheme} accepts "
                 f"{', '.join(sorted(self._asked)) or 'none'}"
             )
 
     def _wrong(self, name: str, value: str, expected: str) -> InvalidArgumentError:
-        return InvalidArgumentError(f"{self.redacted}: {name} is {value!r}, expected {expected}", field=name)
+        return InvalidArgumentError(f"{self.redacted}: {name} is {value!r}; expected {expected}", field=name)
 
 
 ENTRY_POINT_GROUP: Final = "tq_service.object_stores"
-"""Entry point group for third-party stores. Each name is a URL scheme, each value a callable that creates a store."""
+"""Entry point group for third-party stores. Names are URL schemes, and values are functions that create stores."""
 
 _BUILT_IN: Final[dict[str, tuple[str, str, str]]] = {
     # scheme: module, class, and extra that installs the packages imported by the module
@@ -609,7 +614,7 @@ def make_object_store(url: str) -> ObjectStore:
     store = _factory(parsed)(url)
     if not isinstance(store, ObjectStore):
         raise InvalidArgumentError(
-            f"{parsed.redacted}: the engine {parsed.scheme!r} returned {type(store).__qualname__}, expected a subclass "
+            f"{parsed.redacted}: the engine {parsed.scheme!r} returned {type(store).__qualname__}; expected a subclass "
             "of tq_service.objects.base.ObjectStore"
         )
     return store
@@ -628,7 +633,7 @@ def _factory(url: EngineUrl) -> Callable[[str], Any]:
             factory: Callable[[str], Any] = getattr(importlib.import_module(module), name).from_url
         except ImportError as error:
             raise InvalidArgumentError(
-                f"{url.redacted}: could not import a package that the engine needs ({error}); install "
+                f"{url.redacted}: could not import a package that the engine requires ({error}). Install "
                 f"tq-service[{extra}]"
             ) from error
         return factory
@@ -642,8 +647,9 @@ def _factory(url: EngineUrl) -> Callable[[str], Any]:
                 ) from error
             return loaded
     raise InvalidArgumentError(
-        f"{url.redacted}: no engine has the scheme {url.scheme!r}; install a package that provides one as an entry "
-        f"point of {ENTRY_POINT_GROUP!r}; {nearest(url.scheme, object_store_schemes(), all_known=True)}"
+        f"{url.redacted}: no engine has the scheme {url.scheme!r}; "
+        f"{nearest(url.scheme, object_store_schemes(), all_known=True)}. For other schemes, install a package with an "
+        f"entry point in {ENTRY_POINT_GROUP!r}"
     )
 
 

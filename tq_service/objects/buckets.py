@@ -1,9 +1,9 @@
-"""Objects in buckets (S3, Google Cloud Storage or Azure), directories or memory, accessed through `obstore`.
+"""Storage of objects in buckets (S3, Google Cloud Storage or Azure), directories or memory through `obstore`.
 
-An object is written with a single conditional put (`If-None-Match` or similar), which fails if the name exists. An
-object is therefore stored either completely or not at all. The store determines the number of copies. This module
-itself writes files in directories, because `obstore` 0.12 links a file to its name without a sync. A power failure
-could therefore leave an acknowledged object empty.
+An object is written with a single conditional put (`If-None-Match` or similar), which fails if the name already exists.
+An object is therefore stored either completely or not at all. The store determines the number of copies. Files in
+directories are written by this module itself, because `obstore` 0.12 links a file to its name without syncing. A power
+failure could therefore leave an acknowledged object empty.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Store: TypeAlias = AzureStore | GCSStore | LocalStore | MemoryStore | S3Store
 
 _TIMEOUT_SECONDS: Final = 30.0
 _FULL: Final = ("507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage", "no writable volumes")
-"""Substrings of error messages that indicate a full store. S3 never returns such an error."""
+"""Substrings of error messages that indicate a full store. S3 never returns such errors."""
 _REFUSED: Final = (FileNotFoundError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _REFUSALS: Final = ("<Code>NoSuchBucket<", "<Code>ContainerNotFound<", "403 Forbidden", "401 Unauthorized")
 _CODE: Final = re.compile("<Code>([A-Za-z0-9]+)</Code>")
@@ -48,12 +48,12 @@ _NAME: Final = re.compile(f"{_SEGMENT}(/{_SEGMENT})*")
 
 
 class BucketObjects(BlockingObjectStore):
-    """Objects in any store supported by `obstore`."""
+    """A store of objects in any backend supported by `obstore`."""
 
     engine = "obstore"
 
     def __init__(self, url: EngineUrl, *, threads: int = 16) -> None:
-        """Create the store for a URL. Call `open` to connect to it."""
+        """Create the store for a URL. Call `open` to connect to the store."""
         super().__init__(url, threads=threads, timeout_seconds=_TIMEOUT_SECONDS)
         self._open_store = self._opener(url)
         self._store: Store
@@ -68,7 +68,7 @@ class BucketObjects(BlockingObjectStore):
         """Return a function that opens the store for a URL."""
         if not url.host:
             raise InvalidArgumentError(
-                f"got {url.redacted}, expected {url.scheme}://NAME or {url.scheme}://NAME/PREFIX"
+                f"object store is {url.redacted}; expected {url.scheme}://NAME or {url.scheme}://NAME/PREFIX"
             )
         if url.scheme == "memory":
             return lambda: _MEMORY.setdefault(url.location, MemoryStore())
@@ -91,7 +91,7 @@ class BucketObjects(BlockingObjectStore):
         except Exception as error:
             if isinstance(error, _REFUSED) or any(sign in str(error) for sign in _REFUSALS):
                 raise InvalidArgumentError(
-                    f"{self.place}: {_summary(error)}; expected an existing bucket and valid credentials for it"
+                    f"{self.place}: {_summary(error)}; expected an existing bucket and valid credentials"
                 ) from error
             raise
 
@@ -149,11 +149,11 @@ class BucketObjects(BlockingObjectStore):
 
 
 class DirectoryObjects(BucketObjects):
-    """Objects as files in a directory, on a shared file system (NFS, Lustre, GPFS) or on a local disk.
+    """A store of objects as files in a directory on a shared file system (NFS, Lustre, GPFS) or a local disk.
 
     An object is written to a temporary file, which is synced and then linked to the object's name. Linking fails if the
-    name exists, even on network file systems. The setting `survives` in the URL describes the file system. With the
-    value `process`, files are not synced.
+    name already exists, even on network file systems. The setting `survives` in the URL describes the file system. If
+    `survives` is `process`, files are not synced.
     """
 
     engine = "file system"
@@ -164,7 +164,7 @@ class DirectoryObjects(BucketObjects):
 
     def _opener(self, url: EngineUrl) -> Callable[[], Store]:
         if url.host or not url.path:
-            raise InvalidArgumentError(f"got {url.redacted}, expected file:///DIRECTORY, with three slashes")
+            raise InvalidArgumentError(f"object store is {url.redacted}; expected file:///DIRECTORY with three slashes")
         self._directory = Path("/") / url.path
         return partial(LocalStore, self._directory, automatic_cleanup=True, mkdir=True)
 
@@ -195,7 +195,7 @@ class DirectoryObjects(BucketObjects):
             with suppress(FileNotFoundError):
                 part.parent.mkdir(parents=True, exist_ok=True)
                 return os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
-        raise UnavailableError(f"{part.parent} is being removed repeatedly; retry")
+        raise UnavailableError(f"could not write to {part.parent}, because other processes keep removing it; retry")
 
     def _remove(self, names: Sequence[str]) -> list[str]:
         for name in names:
@@ -205,12 +205,12 @@ class DirectoryObjects(BucketObjects):
     def _part(self, name: str) -> Path:
         """Return the temporary path of an object. `obstore` does not list files with this suffix."""
         if not _NAME.fullmatch(name):  # prevent other names from being used as paths
-            raise InvalidArgumentError(f"object name is {name!r}, expected letters, digits, '.', '_', ':', '-' and '/'")
+            raise InvalidArgumentError(f"object name is {name!r}; expected letters, digits, '.', '_', ':', '-' and '/'")
         return self._directory / f"{name}#0"
 
 
 _MEMORY: Final[dict[str, MemoryStore]] = {}
-"""In-memory stores by location. Services in the same process share a store if they use the same location."""
+"""In-memory stores, by location. Services in the same process share a store if they use the same location."""
 
 
 def _cloud_store(url: EngineUrl) -> Store:
@@ -272,7 +272,7 @@ def _sync(directory: Path) -> None:
 
 
 def _summary(error: Exception) -> str:
-    """Return a store's error message without the HTTP details at its end."""
+    """Return a store's error message without the trailing HTTP details."""
     text = str(error)
     code = _CODE.search(text)
     return f"{text.partition(chr(10))[0][:200]}{f' ({code[1]})' if code else ''}"

@@ -1,18 +1,18 @@
-"""Objects in the memory of other nodes, stored by Mooncake Store (extra `mooncake`) over TCP or RDMA.
+"""Storage of objects in the memory of other nodes by Mooncake Store (extra `mooncake`), over TCP or RDMA.
 
 The URL is `mooncake://MASTER:50051?host=ADDRESS`. This module works around the following pitfalls of Mooncake, which
 were observed in tests:
 
-- A put may return 0 (success) with fewer copies than requested. It also returns 0 if a killed writer left the name
-  without a copy, or if an old value is stored under the name. This module checks that the name does not exist before
-  each put, and counts the copies on each node afterwards.
+- A put may return 0 (success) with fewer copies than requested. A put also returns 0 if a killed writer left the name
+  without a copy, or if an old value is stored under the name. Before each put, this module checks that the name does
+  not exist. After the put, it counts the copies on each node.
 - Copies requested with `replica_num` may be placed in the writer's own memory. This module prefers segments of other
-  nodes, and does not count a copy on the writer's own node.
-- After a forced removal, a reader may receive a mix of two objects. This module never forces a removal, and returns the
-  names of leased objects.
-- A checksum does not cover a partial read. This module checks that the object still exists after the read, which shows
-  that its memory was not reused.
-- Calls block for seconds if no master is available. This module runs them in threads, and reuses registered memory.
+  nodes, and ignores copies on the writer's own node when it counts copies.
+- After a forced removal, a reader may receive a mix of two objects. This module never forces a removal. Instead, it
+  returns the names of leased objects.
+- Checksums do not cover partial reads. After a partial read, this module checks that the object still exists, which
+  proves that the object's memory was not reused.
+- Calls block for seconds if no master is available. This module runs calls in threads and reuses registered memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: E4
 _DEFAULT_PORT: Final = 50051
 _DEFAULT_ADMIN_PORT: Final = 9003
 _LOCAL_BUFFER_BYTES: Final = 16 << 20
-"""Size of the client's own buffer in bytes. Object data does not pass through it."""
+"""Size of the client's own buffer in bytes. Object data does not pass through this buffer."""
 
 # mooncake-store/include/types.h, ErrorCode
 _NO_MEMORY: Final = -200
@@ -75,9 +75,10 @@ _MEANINGS: Final = {
 
 
 class MooncakeObjects(BlockingObjectStore):
-    """Objects in Mooncake Store.
+    """A store of objects in Mooncake Store.
 
-    The URL names the master. For highly available masters, it names etcd: `mooncake://etcd:HOST:2379,HOST:2379`.
+    The URL contains the address of the master. For highly available masters, the URL contains the addresses of etcd:
+    `mooncake://etcd:HOST:2379,HOST:2379`.
     """
 
     engine = "Mooncake"
@@ -133,13 +134,13 @@ class MooncakeObjects(BlockingObjectStore):
             fill(buffer.view, sealed)
             code = self._store.put_from(name, buffer.address, size, config)
         if code == _NO_MEMORY or not others:
-            raise self._full(f"no other node has memory for object {name}")
+            raise self._full(f"no other node has enough memory for object {name}")
         if code:
             raise self._failed(name, code)
         made = len(self._nodes([name])[name] - {self._host})
         if not made:
             raise UnavailableError(
-                f"{self.place}: object {name} was acknowledged, but no other node stores it; put the object again"
+                f"{self.place}: object {name} was acknowledged, but no other node stores it. Put the object again"
             )
         return made
 
@@ -161,7 +162,7 @@ class MooncakeObjects(BlockingObjectStore):
         return int(code)
 
     def _fetch_range(self, name: str, buffer: _Staging, size: int) -> int:
-        """Read the start of an object that is longer than `size`. Return `size`, or a negative error code."""
+        """Read the first `size` bytes of a longer object. Return `size`, or a negative error code."""
         codes = self._store.get_into_ranges([buffer.address], [[name]], [[[0]]], [[[0]]], [[[size]]])[0][0]
         if min(codes) < 0:
             return int(min(codes))
@@ -180,7 +181,7 @@ class MooncakeObjects(BlockingObjectStore):
         return [len(nodes[name]) for name in names]
 
     def _nodes(self, names: Sequence[str]) -> dict[str, set[str]]:
-        """Return the hosts that store a complete copy, for each object."""
+        """For each object, return the hosts that store a complete copy."""
         # The master omits names without replicas from its result. An empty result may mean that the master did not
         # respond.
         existing = [name for name, exists in zip(names, self._exists(names), strict=True) if exists]
@@ -208,7 +209,7 @@ class MooncakeObjects(BlockingObjectStore):
 
     @contextmanager
     def _staging(self, size: int) -> Iterator[_Staging]:
-        """Context manager that provides registered memory for a call. If the call hangs, its memory stays in use."""
+        """Provide registered memory for a call, as a context manager. If the call hangs, its memory remains in use."""
         buffer = self._staged.pop() if self._staged else None
         if buffer is None or len(buffer.view) < size:
             if buffer is not None:
@@ -248,7 +249,7 @@ _WITHOUT_PROXY: Final = build_opener(ProxyHandler({}))
 
 
 class MooncakeAdmin:
-    """Queries the leading master. Calls block, and may be made from any thread."""
+    """A client that queries the leading master. Calls block, and any thread may make calls."""
 
     def __init__(self, addresses: Sequence[str], *, timeout_seconds: float) -> None:
         self._addresses = tuple(addresses)
@@ -256,7 +257,7 @@ class MooncakeAdmin:
         self._segments: tuple[float, list[str]] = (float("-inf"), [])
 
     def segments(self) -> list[str]:
-        """Return the memory segments offered by processes, each as `HOST:PORT`. The list may be several seconds old.
+        """Return the memory segments that processes offer, each as `HOST:PORT`. The list may be several seconds old.
 
         Raises:
             UnavailableError: no master responded.
@@ -278,8 +279,8 @@ class MooncakeAdmin:
             except (OSError, HTTPException) as error:
                 failures.append(f"{address}: {error}")
         raise UnavailableError(
-            f"no Mooncake master responds on its metrics_port ({'; '.join(failures)}); set that port with "
-            "admin=HOST:PORT"
+            f"no Mooncake master responds on its metrics_port ({'; '.join(failures)}). Set the address of this port "
+            "with admin=HOST:PORT"
         )
 
     def _ask(self, address: str, path: str) -> str:

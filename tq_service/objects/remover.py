@@ -1,4 +1,4 @@
-"""Removal of objects in the background. Failed removals, for example of leased objects, are retried every second."""
+"""Background removal of objects. Failed removals, for example of leased objects, are retried every second."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _MOST_FAILURES: Final = 8
 
 
 class Remover:
-    """A queue of objects to remove, which `run` processes. Confined to one event loop.
+    """A queue of objects that `run` removes from a store. A remover belongs to one event loop.
 
-    If the process ends, objects that have not been removed stay in the store.
+    If the process ends, objects that have not been removed remain in the store.
 
     Args:
-        objects: the store that contains the objects.
+        objects: store that contains the objects.
         interval_seconds: time to wait before a retry.
-        may_remove: returns whether objects may be removed. If it returns false, it is called again after the interval.
+        may_remove: function that returns whether objects may be removed. If the function returns False, it is called
+            again after the interval.
     """
 
     def __init__(
@@ -35,11 +36,11 @@ class Remover:
 
     @property
     def pending_count(self) -> int:
-        """Number of queued objects that have not been removed yet."""
+        """Number of queued objects that have not yet been removed."""
         return len(self._names)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Queue objects for removal, without waiting."""
+        """Queue objects for removal without waiting for the removal."""
         self._names.update(dict.fromkeys(names))
         self._wanted.set()
 
@@ -56,8 +57,8 @@ class Remover:
     async def _remove_all(self) -> bool:
         """Try to remove each pending object once. Return whether all objects were removed.
 
-        If a call fails, the attempt continues with the remaining objects. It ends early after several failures, because
-        the store is probably down.
+        If a call fails, the attempt continues with the remaining objects. After several failures, the attempt ends
+        early, because the store is probably down.
         """
         names, failure_count, is_done = list(self._names), 0, True
         for first in range(0, len(names), _NAMES_PER_CALL):

@@ -1,9 +1,9 @@
-"""Objects stored as values in Valkey or Redis (extra `valkey`), on a server with replicas or in a cluster.
+"""Storage of objects as values in Valkey or Redis (extra `valkey`), on a server with replicas or in a cluster.
 
 The URL is `valkey://HOST:PORT`, or `valkeys://` with TLS. Add `?cluster=true` for a cluster. An object is written with
-a single SET, which fails if the name exists. WAIT returns the number of replicas that store the object. The server
-needs `maxmemory` with the policy `noeviction`. `open` rejects other policies, because they may evict acknowledged
-objects.
+a single SET, which fails if the name already exists. WAIT returns the number of replicas that store the object. The
+server requires `maxmemory` with the policy `noeviction`. `open` rejects other policies, because they may evict
+acknowledged objects.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _PROBE: Final = "!probe-"  # object names cannot contain this text
 
 
 class ValkeyObjects(BlockingObjectStore):
-    """Objects in Valkey or Redis.
+    """A store of objects in Valkey or Redis.
 
-    The password is read from the URL if present, otherwise from `password_file`, or else from VALKEY_PASSWORD.
+    The password is read from the URL, from `password_file` or from VALKEY_PASSWORD, in this order.
     """
 
     engine = "Valkey"
@@ -79,13 +79,13 @@ class ValkeyObjects(BlockingObjectStore):
             policies = {info.get("maxmemory_policy", "noeviction") for info in infos}
         except redis.AuthenticationError as error:
             raise InvalidArgumentError(
-                f"{self.place} rejected the user and password ({error}); correct them in the URL, in password_file or "
-                "in VALKEY_PASSWORD"
+                f"{self.place} rejected the user name and password ({error}). Correct them in the URL, in "
+                "password_file or in VALKEY_PASSWORD"
             ) from error
         if self._checks_policy and policies != {"noeviction"}:
             raise InvalidArgumentError(
-                f"{self.place} has maxmemory-policy {', '.join(sorted(policies))}, which may evict acknowledged "
-                "objects; expected noeviction"
+                f"{self.place} has maxmemory-policy {', '.join(sorted(policies))}; expected noeviction. Other "
+                "policies may evict acknowledged objects"
             )
 
     def _close(self) -> None:
@@ -138,13 +138,13 @@ class ValkeyObjects(BlockingObjectStore):
 
     def _error(self, error: Exception) -> TqError:
         if isinstance(error, redis.OutOfMemoryError) or str(error).startswith("OOM "):
-            return self._full(f"{str(error)[:100]}; raise its maxmemory")
+            return self._full(f"{str(error)[:100]}; increase maxmemory")
         if isinstance(error, redis.exceptions.MovedError) and self._is_cluster:
             self._client.nodes_manager.initialize()  # so that the next attempt reaches the right server
         return super()._error(error)
 
     def _server(self, name: str) -> Any:
-        """Return the client of the server that stores a name."""
+        """Return the client for the server that stores the object with a given name."""
         if not self._is_cluster:
             return self._client
         node = self._client.get_node_from_key(self._prefix + name)
@@ -161,11 +161,11 @@ class ValkeyObjects(BlockingObjectStore):
 
 
 def _probe_beside(key: str) -> str:
-    """Return a probe key in the same slot as `key`. Keys in other slots may be on other servers."""
+    """Return a probe key in the same slot as `key`. Keys in other slots may be stored on other servers."""
     tagged = key if "{" in key else f"{{{key}}}"
     return f"{tagged}{_PROBE}{secrets.token_hex(8)}"
 
 
 def _replica_count(server: Any) -> int:
-    """Return the number of connected replicas. Waiting for more replicas with WAIT would always time out."""
+    """Return the number of connected replicas. A WAIT for more replicas would always time out."""
     return int(server.info("replication").get("connected_slaves", 0))

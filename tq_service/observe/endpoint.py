@@ -44,9 +44,9 @@ class Access:
     """Security settings of the metrics port.
 
     Attributes:
-        context: returns the TLS context for the next connection. None for plaintext.
-        refusal: called with the request's Authorization header ("" if absent) and the peer's address. Returns the
-            reason to refuse the request, or None to allow the request. Must be thread-safe.
+        context: function that returns the TLS context for the next connection, or None for plaintext.
+        refusal: function that returns the reason to refuse a request, or None to allow it. Its arguments are the
+            Authorization header ("" if absent) and the peer's address. The function must be thread-safe.
     """
 
     context: Callable[[], ssl.SSLContext] | None = None
@@ -58,11 +58,11 @@ class Endpoint:
 
     Args:
         host: address to listen on.
-        port: port to listen on. If 0, the system chooses a free port.
-        collect: coroutine function that returns the metrics. Called on the event loop.
+        port: port to listen on, or 0 to let the system choose a free port.
+        collect: coroutine function that returns the metrics and is called on the event loop.
         loop: event loop of the service.
         access: security settings of the port.
-        service_port: gRPC port of the service. The number of its client connections is exposed as a metric.
+        service_port: gRPC port of the service, whose number of client connections is exposed as a metric.
 
     Attributes:
         port: port that the server listens on.
@@ -103,12 +103,12 @@ class Endpoint:
         self._thread.start()
 
     async def close(self) -> None:
-        """Close the port. Requests in progress are completed."""
+        """Close the port, but complete the requests in progress."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
 
     def scrape(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics as text, and their content type. Must not be called in the event loop's thread.
+        """Return all metrics as text, and their content type. Do not call this method in the event loop's thread.
 
         Raises:
             TimeoutError: the event loop did not return the metrics in time.
@@ -157,7 +157,7 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = "", self.server_address[1]
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Handle the requests of a connection in its thread. If too many connections are open, close the connection."""
+        """Handle a connection's requests in its own thread, or close it if too many connections are open."""
         if not self.endpoint.places.acquire(blocking=False):
             return
         with contextlib.ExitStack() as ending:
@@ -168,16 +168,16 @@ class _Server(ThreadingHTTPServer):
             super().finish_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a connection error. If the peer caused the error, omit the traceback."""
+        """Log a connection error, without the traceback if the peer caused the error."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
             _log.info(LogMessage("connection to the metrics port failed", peer=client_address[0], error=error))
         else:
-            _log.error(LogMessage("could not answer a metrics scrape", peer=client_address[0]), exc_info=error)
+            _log.error(LogMessage("could not respond to a metrics request", peer=client_address[0]), exc_info=error)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """HTTP handler for the scrapes on a connection."""
+    """HTTP handler for the metrics requests on a connection."""
 
     server: _Server
     protocol_version = "HTTP/1.1"
@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Respond to a scrape with the metrics. If the method is HEAD, omit the body."""
+        """Respond to a request with the metrics, omitting the body if the method is HEAD."""
         status, kind, body = self._scrape()
         self.send_response(status)
         if status is HTTPStatus.UNAUTHORIZED:

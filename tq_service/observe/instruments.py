@@ -1,4 +1,4 @@
-"""Counters and timers with negligible overhead. They are not thread-safe, so use them only on the event loop."""
+"""Counters and timers with negligible overhead, which are not thread-safe and must be used only on the event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHERS: Final = "others"
 
 
 class Histogram:
-    """A histogram that counts each value in the first bucket whose bound is at least the value.
+    """A histogram that counts each value in the first bucket whose upper bound is not less than the value.
 
     Attributes:
         sum: sum of all observed values.
@@ -46,7 +46,7 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return the bound of each bucket as text, with the number of observed values up to this bound."""
+        """Return each bucket's upper bound as text, with the number of observed values up to that bound."""
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -80,7 +80,7 @@ class MethodCounts:
         started: number of calls received.
         handled: number of completed calls, by status code such as "OK".
         handling: histogram of call durations in seconds, excluding time spent waiting for samples or capacity.
-        waits: histogram of waiting times in seconds. None if calls to this method never wait.
+        waits: histogram of waiting times in seconds, or None if calls to this method never wait.
     """
 
     __slots__ = ("handled", "handling", "method", "service", "shape", "started", "waits")
@@ -103,7 +103,7 @@ class Instruments:
         plan_seconds: histograms of planning times in seconds, by sampler.
         imbalance: histograms of batch imbalance (tokens on the heaviest rank divided by the mean, minus 1), by sampler.
         padding: histograms of the share of padding in a batch, by sampler.
-        loop_lag: histogram of the event loop's delay in starting due tasks, in seconds.
+        loop_lag: histogram of the delay, in seconds, with which the event loop starts due tasks.
     """
 
     def __init__(self) -> None:
@@ -115,11 +115,11 @@ class Instruments:
 
 
 class TimedRunner:
-    """A wrapper that measures the duration of a sampler runner's runs. Runs that return no plan are ignored.
+    """A wrapper that measures how long a sampler runner's runs take, ignoring runs that return no plan.
 
     Args:
         runner: runner to wrap.
-        seconds: histograms of the durations, by sampler name. If a run needs a thread, its duration includes the wait
+        seconds: histograms of run durations, by sampler name. If a run needs a thread, the duration includes the wait
             for the thread.
     """
 
@@ -132,7 +132,7 @@ class TimedRunner:
         return self._runner.length(sampler)
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler inline. Return its plan, or None if too few samples are ready. See `RunsPlans`."""
+        """Run a sampler inline and return its plan, or None if too few samples are ready. See `RunsPlans`."""
         began_at = time.perf_counter()
         plan = self._runner.run_inline(sampler, view, request)
         if plan is not None:
@@ -140,7 +140,7 @@ class TimedRunner:
         return plan
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler, in a thread if necessary. Return its plan, or None. See `RunsPlans`."""
+        """Run a sampler, in a thread if necessary, and return its plan if there is one. See `RunsPlans`."""
         began_at = time.perf_counter()
         plan = await self._runner.run(sampler, view, request)
         if plan is not None:

@@ -1,13 +1,14 @@
-"""Prometheus metrics of a service process, read from its current state at each scrape.
+"""Prometheus metrics for a service process, read from the process's current state at each scrape.
 
-Metrics are read on the event loop in short time slices, and converted to text in the scrape's thread. Call metrics and
-process metrics have few series, but partition metrics have a series per group and per task. If a scrape would exceed
-`MOST_LINES`, some series are omitted and counted in `tq_service_metrics_dropped_series`. Groups that still have
-partitions take precedence, in order of their first appearance.
+Metrics are read on the event loop in short time slices, and converted to text in the thread that handles the scrape.
+Call metrics and process metrics have few series, but partition metrics have one series per group and per task. If a
+scrape would exceed `MOST_LINES`, some series are omitted and counted in `tq_service_metrics_dropped_series`. Groups
+that still have partitions take precedence, in order of first appearance.
 
 A trainer may create a partition per step (`train@0`, `train@1`, ...). Metrics are therefore summed per partition group,
-which is the partition name up to the first "@". The sums include removed partitions. As usual in Prometheus, counters
-start at 0 in each process. Recovered and restored data is excluded, because another process has already counted it.
+which is the partition name up to the first "@". The sums per group include removed partitions. As usual in Prometheus,
+counters start at 0 in each process. Counters exclude recovered and restored data, because another process has already
+counted this data.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def _counts_of(partition: Partition) -> Counter[tuple[str, str]]:
 
 
 class PartitionGroups:
-    """Partition metrics summed per group. Counters include removed partitions.
+    """Partition metrics summed per group. Counters also include removed partitions.
 
     Args:
         catalog: catalog of the partitions.
@@ -189,7 +190,7 @@ class PartitionGroups:
     async def collect(self, slices: Slices) -> dict[str, Numbers]:
         """Return the metric values of all groups. Backlog metrics are added separately by `add_backlogs`.
 
-        Other tasks can run between slices. A partition removed during collection is counted as existing.
+        Other asyncio tasks can run between time slices. A partition removed during collection is counted as existing.
         """
         self._bound()
         self._is_collecting = True
@@ -230,7 +231,7 @@ class PartitionGroups:
         backlogs: Backlogs,
         slices: Slices,
     ) -> None:
-        """Add ready samples, oldest version and staleness for the tasks in `shown`.
+        """Add the number of ready samples, the oldest version and the staleness for the tasks in `shown`.
 
         If a task's backlog is not known yet, its number of ready samples is omitted.
         """
@@ -257,18 +258,18 @@ class PartitionGroups:
 
 
 class ServiceMetrics:
-    """Collects the metrics of a process. Use it only on the service's event loop.
+    """Collects the metrics of a process. Use the collector only on the service's event loop.
 
     Args:
         instruments: measurements recorded while the service runs.
         facts: labels of the metric `tq_service_build_info`, such as version and role.
-        running_count: returns the number of running calls.
-        waiting_count: returns the number of waiting calls.
+        running_count: function that returns the number of running calls.
+        waiting_count: function that returns the number of waiting calls.
 
     Attributes:
         parts: functions, such as `of_storage`, that each return the metrics of a component.
-        leads: returns whether this controller leads its cluster. Only the leader exposes shared state such as
-            partitions, so that sums over all controllers do not count the state several times.
+        leads: function that returns whether this controller leads its cluster. Only the leader exposes shared state
+            such as partitions, so that sums over all controllers do not count the state several times.
     """
 
     def __init__(
@@ -396,7 +397,7 @@ class ServiceMetrics:
     async def _choose(
         self, groups: Mapping[str, Numbers], most_lines: int, slices: Slices
     ) -> tuple[dict[str, list[str]], int]:
-        """Choose the groups and tasks to expose. Return the tasks of each group and the number of omitted series.
+        """Choose the groups and tasks to expose, and return the tasks of each group and the number of omitted series.
 
         Groups that have partitions take precedence. Groups and tasks are ordered by first appearance, so new groups do
         not displace series from earlier scrapes.
@@ -437,7 +438,7 @@ def of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Iterat
 
 
 def of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
-    """Yield the metrics of a controller cluster. If this controller leads, they include the standbys' lags."""
+    """Yield the metrics of a controller cluster, including the standbys' lags if this controller leads."""
     text = "1 if this controller leads its cluster, otherwise 0."
     yield _gauge("controller_leads", text, {(name,): lags is not None}, ("cluster",))
     if lags is not None:

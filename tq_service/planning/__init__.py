@@ -1,1 +1,1 @@
-"""Selects rows for claims by readiness, groups and order. Uses only numpy, and reads `state` without changing it."""
+"""Selection of rows for claims by readiness, group and order. This package only reads `state`, and uses only numpy."""

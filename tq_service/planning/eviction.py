@@ -1,11 +1,12 @@
-"""Selects the units to evict: samples that a claim's `where` excludes, and groups with too few members left.
+"""Selection of units to evict: samples excluded by a claim's `where`, and groups with too few remaining members.
 
 A task that keeps groups together evicts entire groups. A task that accepts incomplete groups evicts excluded members
-individually. It also evicts the rest of the group if no members are left, or fewer than `least_members`. A group is not
-evicted while more members may be put, or while a member is held, leased, or delivered to the task.
+individually. Such a task also evicts the rest of a group if no members, or fewer than `least_members`, are left. A
+group is not evicted while more members may be put, or while a member is held, leased, or delivered to the task.
 
 `small_groups` finds candidates, which may take a long time. `units` decides which candidates to evict, and must be
-called in the step that evicts them. `lowest_units` finds the units that new samples replace (`Admission.overflow`).
+called in the step that performs the eviction. `lowest_units` finds the units that new samples replace
+(`Admission.overflow`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from tq_service.state.plan import Indexes, MustBeAwaited
 from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, HELD, UNCLAIMED, is_open
 
 MOST_EVICTED_AT_ONCE: Final = 1 << 12
-"""Maximum number of candidates to examine per step, including the search for their groups."""
+"""Maximum number of candidates whose groups are found and examined in one step."""
 _MOST_GROUPS_ON_LOOP: Final = 1 << 17
 
 
 class EvictionSearch:
-    """Finds the units that a claim must evict.
+    """A search for the units that a claim must evict.
 
     Args:
         partition: partition of the task.
@@ -38,9 +39,9 @@ class EvictionSearch:
         excluded: function that returns a mask of the live, unconsumed rows that `where` excludes.
         grouping: groups requested by the sampler. If None, or if groups may begin anywhere, samples are evicted
             individually.
-        least_members: minimum number of members in a group; see `BatchSpec`.
-        clears: whether evicted samples are cleared. If so, failed samples in their groups are also cleared, so that the
-            group names become available again.
+        least_members: minimum number of members of a group (see `BatchSpec`).
+        clears: whether evicted samples are cleared. If True, failed samples in their groups are also cleared to make
+            the group names available again.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class EvictionSearch:
     # Candidates
 
     def small_groups(self, left: Callable[[], Indexes], *, is_on_loop: bool) -> Indexes:
-        """Return the positions of all members of groups that may be too small.
+        """Return the positions of all members of groups that may have too few members.
 
         Args:
             left: function that returns the positions of the task's unconsumed rows.
-            is_on_loop: whether the search runs in an event-loop step.
+            is_on_loop: whether the search runs within a step of the event loop.
 
         Raises:
-            MustBeAwaited: searching that many groups would take too long on the event loop.
+            MustBeAwaited: searching all groups would take too long on the event loop.
         """
         grouping, groups, none = self._grouping, self._partition.groups, np.zeros(0, np.int64)
         if grouping is None or not self._least_members:
@@ -92,7 +93,7 @@ class EvictionSearch:
     def units(self, candidates: Indexes) -> Evicted | None:
         """Return the units to evict now, or None if no unit must be evicted.
 
-        The units come from the first candidates that must be evicted.
+        The returned units contain the first candidates that must be evicted.
 
         Args:
             candidates: global indexes of candidates, without duplicates.
@@ -107,7 +108,7 @@ class EvictionSearch:
         return None
 
     def _samples(self, positions: Indexes) -> Evicted | None:
-        """Return each excluded sample as a separate unit, or None if no samples are excluded."""
+        """Return each excluded sample as a separate unit, or None if no sample is excluded."""
         positions = positions[self._excluded(positions)]
         positions = positions[~self._partition.is_leased(positions)]
         count = positions.size
@@ -121,7 +122,7 @@ class EvictionSearch:
         )
 
     def _groups(self, grouping: Grouping, positions: Indexes) -> Evicted | None:
-        """Return the groups of the given samples, or members of these groups, to evict. None if there are none."""
+        """Return the groups, or single members of groups, to evict among the given samples, or None if none qualify."""
         members = grouping.members_of(np.unique(grouping.ids(positions)))
         members = members[self._partition.state[members] != CLEARED]
         state, claims = self._partition.state[members], self._task.claim[members]
@@ -172,7 +173,7 @@ class EvictionSearch:
     def unit_by_unit(units: Indexes, is_chosen: NDArray[np.bool_]) -> tuple[Indexes, Indexes]:
         """Return the indexes of the chosen elements, ordered by unit, and the unit number of each element.
 
-        Units are ordered by their first chosen elements and numbered from 0 in this order.
+        Units are ordered by their first chosen elements, and numbered from 0.
         """
         chosen = np.flatnonzero(is_chosen)
         _, first, units = np.unique(units[chosen], return_index=True, return_inverse=True)
@@ -185,7 +186,7 @@ class EvictionSearch:
 def lowest_units(
     partition: Partition, task: TaskLedger, admission: Admission, count: int, kept: Indexes | range
 ) -> Evicted | None:
-    """Return up to `count` pending units with the lowest priority (see `Admission.overflow`), or None.
+    """Return up to `count` pending units with the lowest priorities (see `Admission.overflow`), or None.
 
     Args:
         partition: partition of the task.
@@ -238,9 +239,9 @@ def _unit_ids(partition: Partition, positions: Indexes, unit: BatchUnit) -> Inde
 
 
 def _priorities(partition: Partition, column: str, positions: Indexes) -> NDArray[np.float64]:
-    """Return the priority of each row, of shape `(n,)`.
+    """Return the priorities of the rows, as an array of shape `(n,)`.
 
-    A row without a number in the priority column has priority infinity.
+    A row without a number in the priority column has an infinite priority.
     """
     values, present = partition.meta.typed(column, positions)
     if not column or values.dtype.kind not in "bif":

@@ -1,6 +1,6 @@
-"""Groups and orders: group members, the groups that can be delivered, and the order defined by `order_by`.
+"""Groups and row order: group members, the groups that can be delivered, and the order defined by `order_by`.
 
-No state is kept between claims. A selection algorithm finds the first rows in an order, without sorting all rows.
+No state is kept between claims. A selection algorithm finds the first rows in an order without sorting all rows.
 Strings are compared a few thousand at a time, because comparing strings, unlike numbers, holds the interpreter lock.
 """
 
@@ -27,9 +27,9 @@ _TEXTS_AT_ONCE: Final = 1 << 12  # strings per sort; a sort takes a few millisec
 
 
 def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
-    """Return each index's place in its run of consecutive indexes, and the length of that run, both of shape `(n,)`.
+    """Return the place of each index in its run of consecutive indexes, and the length of each index's run.
 
-    Places start at 0.
+    Both arrays have shape `(n,)`. Places start at 0.
     """
     places = np.arange(indexes.size)
     is_first = np.ones(indexes.size, np.bool_)
@@ -41,11 +41,11 @@ def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
-    """Return the first index of each index's group, of shape `(n,)`, or -1 for an index outside any group.
+    """For each index, return the first index of its group, or -1 if the index belongs to no group.
 
-    Indexes must be ascending. A group consists of `size` consecutive indexes and starts as early as possible. For
-    example, indexes 1, 2, 3, 5, 6 and size 2 result in the groups (1, 2) and (5, 6). Later indexes do not change a
-    group.
+    The result has shape `(n,)`. Indexes must be ascending. A group consists of `size` consecutive indexes and starts as
+    early as possible. For example, the indexes 1, 2, 3, 5, 6 and the size 2 result in the groups (1, 2) and (5, 6).
+    Adding larger indexes never changes a group.
     """
     place, length = run_lengths(indexes)
     start = place - place % size
@@ -55,12 +55,12 @@ def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
 class Grouping:
     """The groups of a partition, as requested by a sampler.
 
-    If any group or rollout has been named, the groups are the named groups, and each row without a name is its own
-    group. Otherwise, the groups are blocks of `block_size` consecutive indexes, or single rows if no block size is
+    If the partition has any named group or rollout, the groups are the named groups, and each row without a name is its
+    own group. Otherwise, the groups are blocks of `block_size` consecutive indexes, or single rows if no block size is
     given.
 
-    With the unit "rollout", the groups are the rollouts, and each row without a rollout is its own group. Blocks are
-    not used.
+    If the unit is "rollout", the groups are the rollouts, and each row without a rollout is its own group. In this
+    case, blocks are not used.
 
     Members that have failed, were cleared, or were dead-lettered by the task count as lost. If a group has lost
     members, the remaining members are delivered only if `take_incomplete` is set.
@@ -86,7 +86,7 @@ class Grouping:
 
     @property
     def kept(self) -> int | None:
-        """The kind of groups that must stay together; see `TaskFacts.kept_groups`."""
+        """The kind of groups that must stay together (see `TaskFacts.kept_groups`)."""
         if self._take_incomplete:
             return None
         return self.code
@@ -98,7 +98,7 @@ class Grouping:
 
     @classmethod
     def of_code(cls, partition: Partition, task: TaskLedger, code: int) -> Grouping:
-        """Create the grouping for a value of `code`."""
+        """Create the grouping specified by a value of the property `code`."""
         return cls(partition, task, max(code, 0) or None, unit="rollout" if code == KEPT_ROLLOUTS else "group")
 
     def check(self) -> None:
@@ -107,7 +107,7 @@ class Grouping:
         if size is not None and not self._groups.in_use and step % size:
             raise InvalidArgumentError(
                 f"n_samples_per_prompt is {size}, but samples were put in multiples of {step}, so blocks of "
-                f"consecutive indexes are not groups. Put multiples of {size}, name the groups, or set blocks to "
+                f"consecutive indexes do not form groups. Put multiples of {size}, name the groups, or set blocks to "
                 f"'anywhere'.",
                 field="sampler_config",
                 metadata={"option": "n_samples_per_prompt"},
@@ -137,13 +137,13 @@ class Grouping:
         return found[found >= 0]
 
     def is_group(self, ids: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the ids that identify groups rather than single rows."""
+        """Return a mask of the ids that identify groups and not single rows."""
         if self._groups.in_use:
             return ids >= 0
         return np.full(ids.size, self.block_size is not None)
 
     def members_of(self, ids: Indexes) -> Indexes:
-        """Return the positions of all rows in the groups with these ids, in ascending order."""
+        """Return the positions of all rows in the groups with the given ids, in ascending order."""
         if self._groups.in_use:
             named = self._groups.members_of(ids[ids >= 0], self._partition.table, self.unit)
             return np.sort(np.concatenate([-2 - ids[ids < 0], named]))
@@ -169,23 +169,23 @@ class Grouping:
         return ready[rows[order]], counts[by_first[is_whole[by_first]]]
 
     def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows whose groups can never be delivered unless new rows are inserted."""
+        """Return a mask of the rows whose groups cannot be delivered unless new rows are inserted."""
         ids, group_of = np.unique(self.ids(positions), return_inverse=True)
         needed = self.needed(ids, no_more=True)
         return ((needed < 0) | (self.left(ids) < needed))[group_of]
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
-        """Return how many ready members each group needs before it can be delivered, or -1 if it is incomplete.
+        """Return how many ready members each group needs for delivery, or -1 if the group is incomplete.
 
         Args:
             ids: ids of groups.
-            no_more: whether no new rows can be inserted. If so, groups of unknown size are complete.
+            no_more: whether no new rows can be inserted. If True, groups of unknown size count as complete.
         """
         needed = self.left(ids) if self._take_incomplete else self._sizes(ids)
         return np.where(self.is_complete(ids, no_more=no_more), needed, -1) if self._groups.in_use else needed
 
     def is_complete(self, ids: Indexes, *, no_more: bool) -> NDArray[np.bool_]:
-        """Return a mask of the groups that will not receive more members. For `no_more`, see `needed`."""
+        """Return a mask of the groups that cannot receive more members (for `no_more`, see `needed`)."""
         if self._groups.in_use:
             return self._groups.is_complete(np.maximum(ids, 0), self.block_size, no_more=no_more) | (ids < 0)
         if self.block_size is None or no_more:
@@ -193,13 +193,13 @@ class Grouping:
         return (ids + 1) * self.block_size <= self._partition.inserted_count
 
     def _sizes(self, ids: Indexes) -> Indexes:
-        """Return the number of members in each group, including lost members."""
+        """Return the number of members of each group, including lost members."""
         if self._groups.in_use:
             return np.where(ids < 0, 1, self._groups.members[np.maximum(ids, 0)])
         return np.full(ids.size, self.block_size or 1)
 
     def left(self, ids: Indexes) -> Indexes:
-        """Return the number of members in each group that are not lost."""
+        """Return the number of members of each group that are not lost."""
         if self._groups.in_use:
             slots = np.maximum(ids, 0)
             lost = (
@@ -214,9 +214,9 @@ class Grouping:
         return left
 
     def counted_as(self, positions: Indexes) -> Indexes:
-        """Return the id of the unit that each row belongs to within its group: its rollout, or the row itself.
+        """Return the id of each row's unit within the group, which is the row's rollout or the row itself.
 
-        With the unit "rollout", each row is its own unit.
+        If the unit of the grouping is "rollout", each row is its own unit.
         """
         if self.unit == "rollout" or not self._groups.has_rollouts:
             return positions
@@ -224,9 +224,9 @@ class Grouping:
         return np.where(rollouts < 0, -2 - positions, rollouts)
 
     def left_units(self, ids: Indexes) -> Indexes:
-        """Return the number of units (see `counted_as`) in each group that are not lost.
+        """Return the number of units (see `counted_as`) of each group that are not lost.
 
-        A rollout is lost if any of its samples is lost, unless its remaining samples are still delivered.
+        A rollout is lost if any of its samples is lost, unless the remaining samples can still be delivered.
         """
         left = self.left(ids)
         if self.unit == "rollout" or not self._groups.has_rollouts:
@@ -240,24 +240,24 @@ class Grouping:
         return left - np.where(ids < 0, 0, surplus[np.maximum(ids, 0)])
 
     def in_lost_rollout(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that `left_units` does not count, because another row of their rollout is lost."""
+        """Return a mask of the rows that `left_units` does not count because another row of their rollout is lost."""
         if self._take_incomplete or self.unit == "rollout" or not self._groups.has_rollouts:
             return np.zeros(positions.size, np.bool_)
         rollouts = self._groups.of_unit("rollout", positions)
         return (rollouts >= 0) & (self._lost_of_rollouts(np.maximum(rollouts, 0)) > 0)
 
     def _lost_of_rollouts(self, slots: Indexes) -> Indexes:
-        """Return the number of lost members in each rollout."""
+        """Return the number of lost members of each rollout."""
         lost: Indexes = self._groups.failed[slots] + self._groups.cleared[slots]
         return lost + self._dead_lettered_counts(slots, "rollout")
 
     def _find_blocks(self, blocks: Indexes, size: int) -> Indexes:
-        """Return the positions of the rows in each block, of shape `(n, size)`. Missing rows have position -1."""
+        """Return the positions of the rows in each block, with shape `(n, size)` and -1 for missing rows."""
         indexes = blocks[:, None] * size + np.arange(size)
         return self._partition.table.find(indexes.ravel()).reshape(indexes.shape)
 
     def _dead_lettered_counts(self, slots: Indexes, unit: BatchUnit) -> Indexes:
-        """Return the number of dead-lettered members in each named group, not counting members that failed later."""
+        """Return the number of dead-lettered members of each named group, excluding members that failed later."""
         positions = self._task.dead_lettered()
         positions = positions[is_open(self._partition.state[positions])]
         lost = np.sort(self._groups.of_unit(unit, positions))
@@ -265,9 +265,9 @@ class Grouping:
 
 
 class Runs(Grouping):
-    """Groups of `block_size` ready rows with consecutive indexes, starting at any index.
+    """Groups of `block_size` ready rows with consecutive indexes, which may start at any index.
 
-    The group of a row is not fixed, because it depends on which neighbouring rows are ready.
+    The group of a row is not fixed, because the group depends on which neighboring rows are ready.
     """
 
     blocks: ClassVar[Blocks] = "anywhere"
@@ -278,7 +278,7 @@ class Runs(Grouping):
         self._size = block_size
 
     def check(self) -> None:
-        """Do nothing, because all partitions are valid."""
+        """Do nothing, because every partition is valid."""
 
     def ids(self, positions: Indexes) -> Indexes:
         """Return the group id of each row. Groups are formed from the given rows."""
@@ -292,11 +292,11 @@ class Runs(Grouping):
         return np.arange(self._partition.table.count)
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
-        """Return the size of each group, or -1 for a row outside any group."""
+        """Return the size of each group, or -1 for a row that belongs to no group."""
         return np.where(ids < 0, -1, self._size)
 
     def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that can no longer be part of a group unless new rows are inserted."""
+        """Return a mask of the rows that cannot belong to a group unless new rows are inserted."""
         count = self._partition.table.count
         left = self._task.is_left(slice(0, count))
         lengths = np.zeros(count, np.int64)
@@ -326,11 +326,11 @@ ValuesOf: TypeAlias = Callable[[str, Indexes], tuple[NDArray[Any], NDArray[np.bo
 def first_in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, count: int | None) -> Indexes:
     """Return the first `count` of the given rows, ordered by columns. Return all rows if `count` is None.
 
-    Rows without a value come last. Rows with equal values in all columns are ordered by index.
+    Rows without a value come last. Rows whose values are equal in all columns are ordered by index.
 
     Args:
         values_of: function that returns the column values to compare.
-        orders: columns to order by, most significant first.
+        orders: columns that determine the order, most significant first.
         positions: positions of the rows, in ascending order.
         count: maximum number of rows to return.
     """
@@ -361,9 +361,10 @@ def in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes)
 def _may_precede(
     values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, last: Indexes
 ) -> NDArray[np.bool_]:
-    """Return a mask of the rows that may precede the row `last`, which has a lower index than these rows.
+    """Return a mask of the rows that may precede the row `last`, whose index is lower than theirs.
 
-    Only the first column is compared. If this comparison does not decide the order, as with NaN, the mask is True.
+    Only the first column is compared. If the comparison does not determine the order, for example because of NaN, the
+    mask is True.
     """
     column, is_descending = orders[0].column, orders[0].descending
     bound, is_bounded = values_of(column, last)
@@ -380,7 +381,7 @@ def _may_precede(
 
 
 def _order_of(values: NDArray[Any], descending: bool) -> Indexes:
-    """Return the indexes that sort the values stably, like a stable argsort. NaN is the largest value."""
+    """Return the indexes that sort the values, like a stable argsort. NaN counts as the largest value."""
     if descending:
         backwards: Indexes = values.size - 1 - _order_of(values[::-1], descending=False)
         return backwards[::-1]

@@ -1,8 +1,8 @@
-"""The ratio of deliveries to inserts for a task, bounded in both directions.
+"""A task's ratio of deliveries to inserts, which is bounded in both directions.
 
-The first `min_size_to_sample` inserted samples do not count. The target is `samples_per_insert` delivered samples per
-inserted sample. The task may be up to `error_buffer` deliveries ahead of or behind this target. The bound corresponds
-to Reverb's `SampleToInsertRatio` (https://github.com/google-deepmind/reverb), applied to batches.
+The first `min_size_to_sample` inserted samples are not counted. The target is `samples_per_insert` delivered samples
+per inserted sample. The task may be up to `error_buffer` deliveries ahead of this target or behind it. This bound
+corresponds to Reverb's `SampleToInsertRatio` (https://github.com/google-deepmind/reverb), applied to batches.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tq_service.state.partition import Partition
 
 @dataclass(frozen=True, slots=True)
 class InsertRatio:
-    """A task's current delivery ratio."""
+    """The current ratio of a task's deliveries to inserts."""
 
     partition: Partition
     task: TaskLedger
     admission: Admission
 
     def exceeded_by(self, count: int) -> bool:
-        """Whether `count` more deliveries would exceed the bound. False if the partition is sealed."""
+        """Return whether `count` more deliveries would exceed the bound. The result is False for a sealed partition."""
         if self.partition.sealed:
             return False
         admission, counted = self.admission, self.partition.inserted_count - self.admission.min_size_to_sample
@@ -33,7 +33,10 @@ class InsertRatio:
         return counted < 0 or self.task.delivered_count + count > most
 
     def inserts_left(self) -> int:
-        """Return how many samples may be inserted before the next delivery. Negative if already exceeded."""
+        """Return how many samples may be inserted before the next delivery.
+
+        A negative result means that too many samples were inserted.
+        """
         admission, delivered = self.admission, self.task.delivered_count
         if self.partition.inserted_count < admission.min_size_to_sample:  # no batch is delivered before these inserts
             return self.most_at_once
@@ -48,7 +51,7 @@ class InsertRatio:
 
     @property
     def waits_for(self) -> str:
-        """A clause that states why the ratio makes batches or puts wait."""
+        """A clause that explains why the ratio makes batches or puts wait."""
         admission = self.admission
         return (
             f"task {self.task.name!r} received {self.task.delivered_count} samples, and "
@@ -59,13 +62,13 @@ class InsertRatio:
 
 
 def insert_ratio(partition: Partition, task: TaskLedger) -> InsertRatio | None:
-    """Return a task's delivery ratio, or None if its admission does not bound the ratio."""
+    """Return a task's delivery ratio, or None if the task's admission does not bound the ratio."""
     admission = None if task.outstanding is None else task.outstanding.admission
     return InsertRatio(partition, task, admission) if admission is not None and admission.samples_per_insert else None
 
 
 def check_batch(ratio: InsertRatio, count: int) -> None:
-    """Reject a batch size that can never be delivered, because ranks and producers would wait for each other.
+    """Reject a batch size for which ranks and producers would wait for each other forever.
 
     Raises:
         InvalidArgumentError: `count` is more than twice `error_buffer`.
@@ -74,7 +77,7 @@ def check_batch(ratio: InsertRatio, count: int) -> None:
     if count > most:
         raise InvalidArgumentError(
             f"batch_size yields {count} samples over all ranks; expected at most {most}, twice the error_buffer of "
-            f"task {ratio.task.name!r}. Request fewer, or create the partition with a larger error_buffer.",
+            f"task {ratio.task.name!r}. Request fewer samples, or create the partition with a larger error_buffer.",
             field="batch_size",
             metadata={"got": str(count), "expected": f"1 to {most}"},
         )

@@ -1,15 +1,15 @@
-"""Bounded staleness: the rule for selecting the units of a plan, which ensures that all units are trained in time.
+"""Bounded staleness: a rule for selecting the units of a plan, which ensures that all units are trained in time.
 
 The task's admission defines whether a unit is a sample, a rollout or a group. The deadline of a unit is its
-`start_version` plus `max_staleness`. A plan is trained at version `V` at the latest. `V` is the published version plus
-the number of planned batches that no publication has reported as trained. Each plan contains `B` units. The rule is
-that, for every `j`, at most `j * B` outstanding units outside the plan may be due by `V + j`. This includes both ready
-units and units that are still being generated. The section "The bound" in docs/asynchronous_rl.md proves that this rule
-bounds staleness.
+`start_version` plus `max_staleness`. A plan is trained at version `V` at the latest. Here, `V` is the published version
+plus the number of planned batches that no publication has reported as trained. Each plan contains `B` units. According
+to the rule, at most `j * B` outstanding units outside the plan may be due by `V + j`, for every `j`. Outstanding units
+include both ready units and units that are still being generated. The section "The bound" in docs/asynchronous_rl.md
+proves that this rule bounds staleness.
 
-The rule limits how many units in a plan may be due after `V`, after `V + 1`, and so on. The permitted plans are
-therefore the independent sets of a laminar matroid. Hence, a greedy choice in any order finds a largest plan
-(Schrijver, "Combinatorial Optimization", 2003, section 40.1).
+The rule therefore limits how many units in a plan may be due after `V`, after `V + 1`, and so on. The permitted plans
+are the independent sets of a laminar matroid. Hence, a greedy choice in any order finds a largest plan (Schrijver,
+"Combinatorial Optimization", 2003, section 40.1).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class DueUnits:
     """The unplanned units of a task and their deadlines.
 
     After a trainer restarts from an old checkpoint, more units may be due than plans can include in time. In this case,
-    a plan includes as many of the earliest-due units as possible.
+    each plan includes as many of the units with the earliest deadlines as possible.
 
     Args:
-        deadlines: latest permitted training version of each unit, of shape `(n,)`.
-        version: latest possible training version of the next plan.
-        max_staleness: maximum staleness; see `Admission`.
+        deadlines: latest permitted training version of each unit, as an array of shape `(n,)`.
+        version: latest version at which the next plan can be trained.
+        max_staleness: maximum staleness (see `Admission`).
         batch_size: number of units per plan.
 
     Attributes:
-        due_in: number of versions from `version` to each unit's deadline, of shape `(n,)`, clipped to the range from 0
-            to `max_staleness`.
+        due_in: number of versions from `version` to each unit's deadline, clipped to the range from 0 to
+            `max_staleness`. The array has shape `(n,)`.
     """
 
     def __init__(self, deadlines: Indexes, version: int, max_staleness: int, batch_size: int) -> None:
@@ -54,12 +54,12 @@ class DueUnits:
     def _due_counts(self, is_counted: NDArray[np.bool_], max_staleness: int) -> Indexes:
         """Return how many of the counted units are due by `version`, by `version + 1`, and so on.
 
-        The result contains `max_staleness + 1` numbers.
+        The result has `max_staleness + 1` elements.
         """
         return np.cumsum(np.bincount(self.due_in[is_counted], minlength=max_staleness + 1))
 
     def choose(self, units: Sequence[int] | Indexes) -> Indexes:
-        """Select up to `batch_size` of the given units for a plan, in the given order and as permitted by the rule.
+        """Select up to `batch_size` of the given units for a plan, in the given order, as far as the rule permits.
 
         Args:
             units: ready units, in order of preference.
@@ -82,7 +82,7 @@ class DueUnits:
         return np.asarray(taken, np.int64)
 
     def permits(self, units: Indexes) -> bool:
-        """Whether a plan may consist of these units, which leaves all other units unplanned."""
+        """Return whether a plan may consist of exactly these units, so all other units remain unplanned."""
         is_left = np.ones(self.due_in.size, np.bool_)
         is_left[units] = False
         return bool((self._due_counts(is_left, self._due.size - 1) <= self._most_left).all())
@@ -104,11 +104,11 @@ class DueUnits:
 
 
 def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
-    """Reject a claim for a task with `max_staleness` unless it requests batches of the admission's size and unit.
+    """Reject a claim of a task with `max_staleness` unless the claim requests batches of the admission's size and unit.
 
     Raises:
-        InvalidArgumentError: the claim is from a queue worker, requests a different number or kind of units, or reuses
-            samples.
+        InvalidArgumentError: a queue worker makes the claim, or the claim requests a different number or kind of units
+            or reuses samples.
     """
     spec, wanted = request.batch_spec, request.plan_request
     unit, size = admission.unit, admission.global_batch
@@ -119,13 +119,13 @@ def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
         )
     if spec.max_uses != 1:
         raise InvalidArgumentError(
-            f"{whose} requires each sample to be trained once, but got max_uses {spec.max_uses}; omit max_uses",
+            f"{whose} requires each sample to be trained once, but max_uses is {spec.max_uses}; omit max_uses",
             field="max_uses",
         )
     if wanted.batch_unit != unit or wanted.total_size != size:
         raise InvalidArgumentError(
-            f"{whose} counts batches of {size} {unit}s over all ranks; got {wanted.batch_size} {wanted.batch_unit}s "
-            f"for each of {wanted.rank_count} ranks; use batch_unit {unit!r} and a batch_size that yields {size}, or "
+            f"{whose} requires batches of {size} {unit}s over all ranks; got {wanted.batch_size} {wanted.batch_unit}s "
+            f"for each of {wanted.rank_count} ranks. Use batch_unit {unit!r} and a batch_size that yields {size}, or "
             f"create the partition with a different global_batch",
             field="batch_size",
             metadata={"got": str(wanted.total_size), "expected": str(size)},
@@ -133,20 +133,20 @@ def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
 
 
 class StalenessBound:
-    """The rows that the staleness bound permits in a task's plans, computed on first use and cached.
+    """The rows that the staleness bound permits in a task's plans. They are computed on first use and cached.
 
-    While the table is pinned, this object may also be used from other threads.
+    While the table is pinned, other threads may also use this object.
 
     Args:
         partition: partition of the task.
         task: ledger of the task.
         admission: admission of the task.
-        left: function that returns the positions of all rows that the task has not consumed. Other rows may be
-            included.
-        is_ready: function that returns a mask of the rows that are ready, ignoring the staleness bound.
+        left: function that returns the positions of all rows that the task has not consumed. The result may include
+            other rows.
+        is_ready: function that returns a mask of the rows that are ready if the staleness bound is ignored.
         in_order: function that sorts rows by preference.
-        no_more: whether no new rows can be inserted. If so, groups without a declared size are complete, and a plan may
-            be short.
+        no_more: whether no new rows can be inserted. If True, groups without a declared size count as complete, and a
+            plan may contain fewer units than a full batch.
     """
 
     def __init__(
@@ -171,12 +171,12 @@ class StalenessBound:
 
     @property
     def _version(self) -> int | None:
-        """Latest possible training version of the next plan. None if no version has been published."""
+        """Latest version at which the next plan can be trained, or None if no version has been published."""
         policy = self._partition.policies.get(self._admission.policy)
         return None if policy is None else policy.version + len(self._task.delivered_units)
 
     def _units(self, version: int) -> tuple[DueUnits, Indexes, Indexes]:
-        """Return the unplanned units, the positions of their rows, and the unit index of each row."""
+        """Return the unplanned units, the positions of their rows, and the index of each row's unit."""
         positions = self._left()
         positions = positions[self._task.is_pending(positions)]
         ids, unit_of = np.unique(self._ids(positions), return_inverse=True)
@@ -192,7 +192,7 @@ class StalenessBound:
         return np.where(slots < 0, -2 - positions, slots)
 
     def _slots(self, positions: Indexes) -> Indexes:
-        """Return the slot of each row's group or rollout. A row that is itself a unit has slot -1."""
+        """Return the slot of each row's group or rollout, or -1 if the row itself is a unit."""
         if self._admission.unit == "sample" or not self._partition.groups.in_use:
             return np.full(positions.size, -1)
         return self._partition.groups.of_unit(self._admission.unit, positions)
@@ -212,7 +212,7 @@ class StalenessBound:
     def allows(self, rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return a mask of the rows that the next plan may include.
 
-        No rows are included unless they suffice for a full batch.
+        The mask is False for all rows unless the permitted rows suffice for a full batch.
         """
         if self._allowed is None:
             self._allowed = self._choose()
@@ -228,7 +228,7 @@ class StalenessBound:
         return positions[np.isin(unit_of, chosen)] if is_whole else positions[:0]
 
     def permits(self, plan: RecordedPlan, taken: Indexes, sampler: str, *, is_last: bool) -> bool:
-        """Whether the staleness bound permits this plan now, considering the rows that the plan leaves out.
+        """Return whether the staleness bound currently permits a plan, considering the rows that the plan omits.
 
         Args:
             plan: plan to check.
@@ -237,14 +237,14 @@ class StalenessBound:
             is_last: whether the plan may contain fewer units than a full batch.
 
         Raises:
-            SamplerError: the plan reuses samples, or does not contain the units of exactly one batch.
+            SamplerError: the plan reuses samples, or does not contain exactly one batch of units.
         """
         unit, expected, count = self._admission.unit, self._admission.global_batch, np.unique(self._ids(taken)).size
         if plan.is_reusing or (count != expected and not (is_last and count < expected)):
             raise SamplerError(
                 f"sampler {sampler!r} selected {count} {unit}s for a batch of task {self._task.name!r}; expected "
-                f"{expected}, none twice, since the task's max_staleness counts batches of global_batch {unit}s. Use a "
-                f"sampler that selects batch_size for each rank, such as 'sequential'",
+                f"{expected}, none twice, because the task's max_staleness requires batches of global_batch {unit}s. "
+                f"Use a sampler that selects batch_size {unit}s for each rank, such as 'sequential'",
                 metadata={"sampler": sampler},
             )
         if (version := self._version) is None:
@@ -255,7 +255,7 @@ class StalenessBound:
     def staleness_of(self, planned: Indexes) -> int | None:
         """Return the maximum staleness that the rows of the latest plan will have when they are trained.
 
-        Return None if the rows no longer exist or no version has been published.
+        Return None if the rows no longer exist, or no version has been published.
         """
         starts, present = self._partition.meta.typed(START_VERSION, planned[planned >= 0])
         version = self._version
@@ -276,7 +276,7 @@ class StalenessBound:
         return positions[by_unit], np.unique(unit_of[by_unit], return_counts=True)[1], ready.size
 
     def late(self) -> Evicted | None:
-        """Return the late units to evict before a batch can be planned, or None if there are none."""
+        """Return the late units that must be evicted before a batch can be planned, or None if no unit is late."""
         if self._admission.late == "wait":
             return None
         positions, sizes, ready_count = self._awaited()

@@ -1,4 +1,4 @@
-"""Totals of a batch over all ranks, per optimizer step: counts, tokens, and sums of custom_meta columns."""
+"""Totals of a batch over all ranks, per optimizer step: samples, tokens, and sums of custom_meta columns."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tq_service.state.plan import Indexes, Pack, TotalsOfStep
 def with_totals(
     plan: RecordedPlan, partition: Partition, positions: Indexes, lengths: Indexes | None, summed: tuple[str, ...]
 ) -> RecordedPlan:
-    """Return a plan with totals for each of its steps.
+    """Add totals for each step to a plan, and return the new plan.
 
     Args:
         plan: plan without totals.
         partition: partition of the plan's samples.
         positions: table positions of the rows in `plan.rows`.
-        lengths: token counts of the rows in `plan.rows`. None if any count is unknown.
+        lengths: token counts of the rows in `plan.rows`, or None if any count is unknown.
         summed: names of the custom_meta columns to sum.
 
     Raises:
-        InvalidArgumentError: a sample has no number in one of the summed columns.
+        InvalidArgumentError: a sample lacks a number in one of the summed columns.
     """
     columns = [_numbers(partition, name, positions) for name in summed]
     totals: list[TotalsOfStep] = []
@@ -50,7 +50,7 @@ def with_totals(
 
 
 def _steps(plan: RecordedPlan) -> Sequence[tuple[Sequence[Pack], slice | Indexes]]:
-    """Return, for each step, the packs of all ranks and the positions of the packed samples in `plan.rows`."""
+    """For each step, return the packs of all ranks and the positions of the packed samples in `plan.rows`."""
     if not plan.steps:
         return [((), slice(None))]
     starts, found = [0, *accumulate(plan.sizes)], list[tuple[Sequence[Pack], slice | Indexes]]()
@@ -68,8 +68,8 @@ def _numbers(partition: Partition, name: str, positions: Indexes) -> np.ndarray[
         index = int(partition.table.index[positions[int(np.argmin(is_number))]])
         raise InvalidArgumentError(
             f"custom_meta column {name!r} of sample {index} of partition {partition.partition_id!r} is not a number "
-            f"({np.count_nonzero(~is_number)} of {is_number.size} samples of the batch lack one); expected a number, "
-            f"since totals sums the column. Put or set the value, clear the sample, or omit the column.",
+            f"({np.count_nonzero(~is_number)} of {is_number.size} samples in the batch lack one); expected a number, "
+            f"because totals sums the column. Put or set the value, clear the sample, or omit the column.",
             field="totals",
             metadata={"column": name},
         )

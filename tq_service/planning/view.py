@@ -1,7 +1,7 @@
 """The search for a claim's next plan.
 
-`Readiness` tests whether rows are ready, `Scan` finds the first ready rows, and `PartitionView` presents them to the
-sampler. `Search` checks the sampler's plan, or counts the samples at the end of the task.
+`Readiness` tests whether rows are ready, `Scan` finds the first ready rows, and `PartitionView` presents these rows to
+the sampler. `Search` checks the sampler's plan, or counts the samples at the end of the task.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Requirement(NamedTuple):
     Attributes:
         lack: reason reported for rows that do not meet the condition.
         name: name of the field or column.
-        is_met: function that returns a mask of the rows that meet the condition, of shape `(n,)`.
+        is_met: function that returns a mask, of shape `(n,)`, of the rows that meet the condition.
     """
 
     lack: Lack
@@ -84,12 +84,12 @@ class Requirement(NamedTuple):
 class Readiness:
     """The readiness requirements of one kind of claim, tested against the current rows of a partition.
 
-    Another thread may also test rows while the table is pinned.
+    While the table is pinned, another thread may also test rows.
 
     Attributes:
-        requirements: conditions that every row in a plan must meet. Explanations count the rows that fail each
+        requirements: conditions that every row of a plan must meet. Explanations count the rows that fail each
             condition.
-        bound: staleness bound that plans must respect, or None.
+        bound: staleness bound for plans, or None.
     """
 
     def __init__(
@@ -116,15 +116,15 @@ class Readiness:
 
     @property
     def at_once(self) -> int:
-        """Number of rows that the event loop may test in one step. A condition on text takes 0.1 us per row."""
+        """Number of rows that the event loop may test in one step. Testing a condition on text takes 0.1 us per row."""
         return _AT_ONCE // max(1, len(self.key[1]))
 
     def ready(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return a mask of the ready rows, of shape `(n,)`."""
+        """Return a mask, of shape `(n,)`, of the ready rows."""
         return self.ready_but_for(rows)
 
     def ready_but_for(self, rows: Rows, *lacks: Lack) -> NDArray[np.bool_]:
-        """Return a mask of the rows that meet all requirements not listed in `lacks`, of shape `(n,)`."""
+        """Return a mask, of shape `(n,)`, of the rows that meet all requirements except those listed in `lacks`."""
         mask: NDArray[np.bool_] = self.partition.state.data[rows] == self._state
         mask &= self.task.claim.data[rows] == UNCLAIMED
         for each in self.requirements:
@@ -137,7 +137,7 @@ class Readiness:
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
         """Return a mask of the rows that `where` excludes permanently.
 
-        A row is excluded if its value can never satisfy a condition, or if the row has its data but no value.
+        A row is excluded if its value can never satisfy a condition, or if the row has all its data but lacks a value.
         """
         mask = np.zeros(self.table.index[rows].size, np.bool_)
         for condition, may_hold_later in zip(self.key[1], self._may_hold_later, strict=True):
@@ -163,7 +163,7 @@ class Readiness:
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:
         """Return a mask of the rows that have a length for the sampler, including invalid lengths.
 
-        An invalid token count fails only the claims that would deliver its row; see `lengths`. If a row has no length
+        An invalid token count fails only claims that would deliver the row (see `lengths`). If a row has no length
         because it lacks a requested field, the missing length is not reported as a second reason.
         """
         source = self._length
@@ -179,7 +179,7 @@ class Readiness:
         """Return the token counts from the sampler's length source. Unknown counts are -1.
 
         Raises:
-            InvalidArgumentError: the length of a row is not a token count.
+            InvalidArgumentError: a row's length is not a valid token count.
         """
         counts, present = self.counts(rows)
         lengths = np.full(present.size, -1) if present.all() else self._row_lengths(rows)
@@ -187,10 +187,10 @@ class Readiness:
         return lengths
 
     def counts(self, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return the token counts in the length source's column, and a mask of the rows with a count, of shape `(n,)`.
+        """Return the token counts in the length source's column, and a mask, of shape `(n,)`, of the rows with a count.
 
         Raises:
-            InvalidArgumentError: the length of a row is not a token count.
+            InvalidArgumentError: a row's length is not a valid token count.
         """
         column = self._length.column
         values, present = self.values_of(column, rows)
@@ -213,11 +213,11 @@ class Readiness:
         return lengths
 
     def _refuse_length(self, rows: Rows, position: int, value: object) -> NoReturn:
-        """Raise InvalidArgumentError for a row whose length is not a token count."""
+        """Raise InvalidArgumentError for a row whose length is not a valid token count."""
         column = self._length.column
         raise InvalidArgumentError(
             f"custom_meta column {column!r} of sample {self.table.index[rows][position]} is {value!r:.80}; expected a "
-            f"token count, that is, an integer from 0 to 2**63 - 1. Put or set a different value, or clear the sample.",
+            f"token count, which is an integer from 0 to 2**63 - 1. Put or set a different value, or clear the sample.",
             field="sampler_config",
             metadata={"column": column},
         )
@@ -231,7 +231,7 @@ class Readiness:
         return None
 
     def field_lengths(self, name: str | None, rows: Rows) -> Indexes:
-        """Return a field's row lengths (see `Field.lengths`). Rows without the field have length -1."""
+        """Return the lengths of a field's rows (see `Field.lengths`), with -1 for rows without the field."""
         field = None if name is None else self.partition.cells.fields.get(name)
         return np.full(self.table.index[rows].size, -1) if field is None else field.lengths(rows)
 
@@ -240,7 +240,7 @@ class Readiness:
 
 
 def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return a mask of the custom_meta values that are token counts. Integral floats count as token counts."""
+    """Return a mask of the custom_meta values that are token counts. Floats with integral values are accepted."""
     if values.dtype.kind not in "if":
         return np.zeros(values.size, np.bool_)
     is_count: NDArray[np.bool_] = values >= 0
@@ -251,12 +251,11 @@ def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
 
 @dataclass(slots=True, eq=False)
 class ScanWatch:
-    """Tracks row changes during scans that run off the event loop or in several event-loop steps.
+    """A record of row changes during scans that run off the event loop or in several event-loop steps.
 
     Attributes:
-        found: start positions that the watched scans found for later scans.
-        lowest: lowest global index among the rows written or reopened during the watched scans. None if no rows
-            changed.
+        found: start positions found by the watched scans, for use by later scans.
+        lowest: lowest global index of any row written or reopened during the watched scans. None if no rows changed.
     """
 
     found: dict[ScanKey, Start] = field(default_factory=dict)
@@ -264,12 +263,13 @@ class ScanWatch:
 
 
 class ScanStarts:
-    """The start positions of scans for a task's ready rows, by kind of claim. They are derived from the rows alone.
+    """The start positions of scans for a task's ready rows, by kind of claim. These positions depend only on the rows.
 
-    With these positions, the cost of a claim depends on the size of its batch, not on the size of the partition. A few
-    ready rows may precede a start, separated from it by many unready rows. Examples are members of a group that never
-    becomes complete, or the few rows that satisfy `where`. A write to an earlier row moves the start back to that row.
-    The number of entries is limited, so entries for unused kinds of claims do not accumulate.
+    With start positions, the cost of a claim depends on the size of its batch and not on the size of the partition. A
+    few ready rows may precede a start position, separated from it by many unready rows. Examples are members of a group
+    that never becomes complete, or the few rows that satisfy `where`. A write to an earlier row moves the start
+    position back to that row. The number of start positions is limited, so positions for unused kinds of claims do not
+    accumulate.
     """
 
     def __init__(self, partition: Partition, task_name: str) -> None:
@@ -287,7 +287,7 @@ class ScanStarts:
         self._partition.on_reset.remove(self._on_reset)
 
     def _on_reset(self, task_name: str) -> None:
-        """Restart scans from the first row, because a reset makes rows ready without writing them."""
+        """Restart scans from the first row, because a reset makes rows ready without a write."""
         if task_name == self._task_name:
             self._clear()
             self._lower(0)
@@ -309,7 +309,7 @@ class ScanStarts:
     def watched(self) -> Iterator[ScanWatch]:
         """Save the start positions found by scans in the `with` block.
 
-        If rows changed during the block, the saved positions are moved back to the first changed row.
+        If rows change during the block, the saved positions are moved back to the first changed row.
         """
         watch = ScanWatch()
         self._watches.append(watch)
@@ -321,11 +321,11 @@ class ScanStarts:
                 self.set(key, start if watch.lowest is None else _lowered(start, watch.lowest))
 
     def get(self, key: ScanKey) -> Start:
-        """Return the start of a scan and the earlier rows that the scan must also test."""
+        """Return the start position of a scan, and the earlier rows that the scan must also test."""
         return self._starts.get(key, _NO_START)
 
     def set(self, key: ScanKey, start: Start) -> None:
-        """Set the start for later scans."""
+        """Set the start position for later scans."""
         if key not in self._starts:
             size = sum(_VALUE_BYTES + len(str(value)) for condition in key[1] for value in condition.values)
             if len(self._starts) >= _MOST_SCAN_STARTS or self._used_bytes + size > _MOST_SCAN_START_BYTES:
@@ -335,7 +335,7 @@ class ScanStarts:
 
 
 def _lowered(start: Start, first: int) -> Start:
-    """Return a start, moved back to the row `first` if that row is earlier."""
+    """Return a start position, moved back to the row `first` if that row is earlier."""
     return start if first >= start[0] else (first, start[1][: np.searchsorted(start[1], first)])
 
 
@@ -343,13 +343,13 @@ class Scan:
     """A search for ready rows, which starts at the first ready row of an earlier scan and stops as early as possible.
 
     On the event loop, a scan runs in a single step, and raises `MustBeAwaited` if it would take too long. Off the event
-    loop, it runs in parts and releases the interpreter lock between parts.
+    loop, a scan runs in parts, and releases the interpreter lock between parts.
 
     Attributes:
         rows: object that tests whether rows are ready.
         count: number of rows in the table when the scan was created.
         is_on_loop: whether the scan runs in a single event-loop step.
-        at_once: number of rows per part. On the event loop, the maximum number of rows to scan.
+        at_once: number of rows per part or, on the event loop, the maximum number of rows to scan.
         seen_count: number of ready rows found so far.
         exhausted: whether all rows have been tested.
     """
@@ -369,12 +369,11 @@ class Scan:
         Args:
             rows: object that tests whether rows are ready.
             starts: start positions of scans.
-            orders: columns by which to order the ready rows, most significant first.
-            watch: object that tracks rows that change during the scan. None if the scan runs in a single event-loop
-                step.
-            look_past: number of ready rows to skip first, which are left to other claims.
-            of: rows to find. "ready" finds ready rows. "left" finds all unconsumed rows, ready or not. "evictable"
-                finds rows that a claim may evict because `where` excludes them.
+            orders: columns that determine the order of the ready rows, most significant first.
+            watch: object that records row changes during the scan. None if the scan runs in a single event-loop step.
+            look_past: number of ready rows to skip at the start and leave to other claims.
+            of: kind of rows to find. "ready" finds ready rows. "left" finds all unconsumed rows, whether or not they
+            are ready. "evictable" finds rows that a claim may evict because `where` excludes them.
         """
         self._key: ScanKey = rows.key
         self._mask: Callable[[Rows], NDArray[np.bool_]] = rows.ready
@@ -400,16 +399,16 @@ class Scan:
         self._loop_budget = self.at_once
 
     def has(self, count: int) -> bool:
-        """Whether at least `count` rows are ready. False if the test would take too long on the event loop."""
+        """Return whether at least `count` rows are ready. Return False if the test would block the event loop."""
         with contextlib.suppress(MustBeAwaited):
             return any(found.size >= count for found, _ in self.first(count))
         return False
 
     def first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Yield the positions of the first ready rows, in order, as growing arrays, each with an "is last" flag.
+        """Yield growing arrays of the first ready rows' positions, in order, each with an "is last" flag.
 
         Args:
-            least: approximate size of the first array. None to yield all rows at once.
+            least: approximate size of the first array. If None, all rows are yielded at once.
 
         Raises:
             MustBeAwaited: the scan would take too long on the event loop.
@@ -419,7 +418,7 @@ class Scan:
             yield found[self._look_past :], is_last
 
     def _first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Test the table in growing ranges up to its end, and yield all ready rows found after each range."""
+        """Test growing ranges of the table up to its end. After each range, yield all ready rows found so far."""
         found, start = self._first_candidates()
         size = self.count if least is None else max(_LEAST_CHUNK, least)
         while True:
@@ -442,7 +441,7 @@ class Scan:
             size *= 2
 
     def _first_in_order(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Find all ready rows, and yield the first rows in order as growing arrays."""
+        """Find all ready rows, and yield growing arrays of the first rows in order."""
         if self.is_on_loop and self.count - self._first_candidates()[1] > _MOST_ORDERED_ON_LOOP:
             raise MustBeAwaited
         ((ready, _),) = self._first(None)
@@ -454,7 +453,7 @@ class Scan:
             least *= 4
 
     def _first_candidates(self) -> tuple[Indexes, int]:
-        """Return the positions of the ready rows before the scan's start, and the position of the start."""
+        """Return the positions of the ready rows before the scan's start, and the start position itself."""
         start, apart = self._starts.get(self._key)
         if apart.size:
             apart = self.rows.table.find(apart)
@@ -463,11 +462,11 @@ class Scan:
         return apart, self.rows.table.position_from(start)
 
     def _move_start(self, found: Indexes, end: int) -> None:
-        """Move the start for later scans to the first ready row, or past a wide gap after the first few ready rows.
+        """Move the start position of later scans to the first ready row, or past a gap after the first few ready rows.
 
         Args:
             found: positions of all ready rows before `end`, in ascending order.
-            end: position after the last tested row.
+            end: position immediately after the last tested row.
         """
         if not self._moves_start:
             return
@@ -487,7 +486,7 @@ class Scan:
     def stretches(self, size: int, at_once: int) -> Iterator[slice]:
         """Yield consecutive ranges of the table.
 
-        The first range has `size` rows. Later ranges grow up to `at_once` rows.
+        The first range has `size` rows. Later ranges grow to at most `at_once` rows.
 
         Raises:
             MustBeAwaited: see `first`.
@@ -502,17 +501,17 @@ class Scan:
 
 
 class PartitionView:
-    """The rows of a partition, as seen by one task. Implements `tq_service.state.plan.View`.
+    """The rows of a partition from the perspective of one task. Implements `tq_service.state.plan.View`.
 
     On the event loop, the view shows the current state, and raises `MustBeAwaited` if a call would take too long. Off
-    the event loop, values may change while the sampler uses the view, so each plan is checked again when it is
+    the event loop, values may change while the sampler uses the view, so each plan is validated again when it is
     recorded. Positions do not change while the table is pinned.
 
     Attributes:
         scan: scan that finds ready rows.
-        no_more: whether no new rows can be inserted. If so, groups without a declared size are complete.
+        no_more: whether no new rows can be inserted. If True, groups without a declared size count as complete.
         plan_count: see `View`.
-        grouping: groups of the sampler's latest request, or None.
+        grouping: groups that the sampler requested most recently, or None.
     """
 
     def __init__(self, new_scan: Callable[..., Scan], *, no_more: bool = False) -> None:
@@ -524,7 +523,7 @@ class PartitionView:
         self.plan_count = rows.task.serial - LAST_RESERVED
 
     def ready(self, limit: int | None = None) -> Indexes:
-        """Return up to `limit` ready rows; see `View.ready`."""
+        """Return up to `limit` ready rows (see `View.ready`)."""
         for found, _ in self.scan.first(limit):
             if limit is not None and found.size >= limit:
                 break
@@ -533,16 +532,16 @@ class PartitionView:
         return self._rows.table.index[found]
 
     def _check_lengths(self, positions: Indexes) -> None:
-        """Raise InvalidArgumentError if a row's length is not a token count."""
+        """Raise InvalidArgumentError if a row's length is not a valid token count."""
         if self._rows.key[2] is not None:
             self._rows.counts(positions)
 
     def ready_groups(self, limit: int | None = None, *, unit: BatchUnit = "sample", block_size: int | None = None,
                      take_incomplete: bool = False, blocks: Blocks = "aligned") -> Groups:  # fmt: skip
-        """Return complete groups; see `View.ready_groups`.
+        """Return complete groups (see `View.ready_groups`).
 
         Raises:
-            MustBeAwaited: the members of a group are so far apart that the search would block the event loop.
+            MustBeAwaited: the members of a group are so far apart that finding them would block the event loop.
         """
         self.grouping = grouping_of(
             self._rows.partition,
@@ -574,7 +573,7 @@ class PartitionView:
         return Groups(rows=self._rows.table.index[positions], sizes=sizes)
 
     def left(self, limit: int | None = None) -> Indexes:
-        """Return the unconsumed rows that `where` does not exclude; see `View.left`."""
+        """Return the unconsumed rows that `where` does not exclude (see `View.left`)."""
         for found, _ in self._new_scan(of="left").first(limit):
             left = found[~self._rows.excluded(found)]
             if limit is not None and left.size >= limit:
@@ -582,25 +581,25 @@ class PartitionView:
         return self._rows.table.index[left[:limit]]
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return the rows' token counts; see `View.lengths`."""
+        """Return the token counts of rows (see `View.lengths`)."""
         return self._at(rows, self._rows.lengths, -1)
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return a field's row lengths; see `View.field_lengths`."""
+        """Return the lengths of a field's rows (see `View.field_lengths`)."""
         return self._at(rows, partial(self._rows.field_lengths, field), -1)
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return the values of a custom_meta column; see `View.values`."""
+        """Return the values of a custom_meta column (see `View.values`)."""
         positions = self._rows.table.find(np.asarray(rows, np.int64))
         values, present = self._rows.values_of(column, positions)
         return values, present & (positions >= 0)
 
     def group_names(self, rows: Indexes) -> list[str | None]:
-        """Return each row's explicit group name; see `View.group_names`."""
+        """Return each row's explicit group name (see `View.group_names`)."""
         return self._names(rows, self._rows.partition.groups.names_of)
 
     def rollout_names(self, rows: Indexes) -> list[str | None]:
-        """Return each row's rollout name; see `View.rollout_names`."""
+        """Return each row's rollout name (see `View.rollout_names`)."""
         return self._names(rows, self._rows.partition.groups.rollout_names_of)
 
     def _names(self, rows: Indexes, names_of: Callable[[Indexes], list[str | None]]) -> list[str | None]:
@@ -611,15 +610,15 @@ class PartitionView:
         ]
 
     def use_counts(self, rows: Indexes) -> Indexes:
-        """Return how often each row was delivered without being consumed; see `View.use_counts`."""
+        """Return how often each row was delivered without being consumed (see `View.use_counts`)."""
         return self._at(rows, self._rows.task.uses.data.__getitem__, 0)
 
     def states(self, rows: Indexes) -> list[str]:
-        """Return each row's state; see `View.states`."""
+        """Return the state of each row (see `View.states`)."""
         return [STATE_NAMES[code] for code in self._at(rows, self._rows.partition.state.data.__getitem__, CLEARED)]
 
     def rows(self) -> Indexes:
-        """Return all rows that have not been cleared; see `View.rows`."""
+        """Return all rows that have not been cleared (see `View.rows`)."""
         present = np.flatnonzero(self._rows.partition.state[: self.scan.count] != CLEARED)
         return self._rows.table.index[present]
 
@@ -633,15 +632,16 @@ class PartitionView:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan that must be recorded in the event-loop step that returned it, or discarded.
+    """A plan that must be recorded in the same event-loop step in which it is returned, or else discarded.
 
     Attributes:
         plan: plan to record.
         positions: current table positions of the rows in `plan.named`.
-        grouping: groups that the sampler requested for the plan. None if it did not request groups.
-        readiness: requirements that all rows of the plan meet.
-        evicted: units that the claim evicts when the plan is recorded, or None. The plan contains none of their rows.
-        lengths: token counts of the rows in `plan.rows`. None if unknown or if the claim is from a queue worker.
+        grouping: groups that the sampler requested for the plan. None if the sampler did not request groups.
+        readiness: requirements that every row of the plan meets.
+        evicted: units that the claim evicts when the plan is recorded, or None. The plan contains no rows of these
+            units.
+        lengths: token counts of the rows in `plan.rows`. None if they are unknown or a queue worker makes the claim.
     """
 
     plan: RecordedPlan
@@ -654,17 +654,18 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """The result of a search that found no plan. Searching again is useless until the state changes.
+    """The result of a search that found no plan. Another search is pointless until the state changes.
 
-    A recorded miss saves scans: without it, every inserted row and every claim at the end of a partition would cause a
-    scan.
+    A recorded miss avoids scans. Without a recorded miss, every inserted row and every claim at the end of a partition
+    would cause a scan.
 
     Attributes:
         state_version: state version of the partition when the search started.
-        row_version: row version that the partition must reach before a search can succeed.
-        consumed: number of rows that the task had consumed, and number that it had leased, when the search started.
-            None if these numbers do not affect whether the task ends.
-        leased: number of rows leased by all tasks when the search started. None if the claim does not evict samples.
+        row_version: row version that the partition must reach before another search can succeed.
+        consumed: number of rows that the task had consumed and number of rows that it had leased when the search
+            started. None if these numbers do not affect whether the task ends.
+        leased: number of rows that all tasks had leased when the search started. None if the claim does not evict
+            samples.
     """
 
     state_version: int = -1
@@ -673,7 +674,7 @@ class Miss:
     leased: int | None = None
 
     def is_current(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether a new search would fail too, because too little has changed since this search."""
+        """Return whether a new search would also fail because too little has changed since this search."""
         return (
             partition.state_version == self.state_version
             and partition.row_version < self.row_version
@@ -683,13 +684,13 @@ class Miss:
 
 
 def leased_by_all(partition: Partition) -> int:
-    """Return the number of leased rows in a partition. A row that several tasks lease is counted once per task."""
+    """Return the number of leased rows in a partition. A row leased by several tasks counts once per task."""
     return sum(task.leased_count for task in partition.tasks.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndFound(Miss):
-    """The end of a task. No plan can follow unless the state changes."""
+    """The end of a task's data. No plan can follow unless the state changes."""
 
     end: EndCounts
 
@@ -700,7 +701,7 @@ NOT_LOOKED = Miss()  # never current: no search was made, or its result has been
 
 
 class Search:
-    """A single search for a claim's next plan, or for the end of its task.
+    """A single search for a claim's next plan, or for the end of the task's data.
 
         plan of `view` for `wanted` -> conclude
             |none
@@ -708,16 +709,16 @@ class Search:
             |no
         conclude
 
-    If the claim evicts units that it can never receive, call `look_for_evicted` before `conclude`.
+    If the claim evicts units that its task can never receive, call `look_for_evicted` before `conclude`.
 
-    A search only reads the state, and does not run the sampler itself. If the search takes a single event-loop step,
-    its result is consistent. If it takes several steps, a plan is valid while all its rows are ready, and an end is
-    valid only if nothing has changed.
+    A search only reads the state, and does not run the sampler itself. If a search takes a single event-loop step, its
+    result is consistent. If a search takes several steps, a plan remains valid while all its rows are ready, and an end
+    is valid only if nothing has changed.
 
     Attributes:
-        view: the sampler's view of the partition.
+        view: view of the partition for the sampler.
         wanted: plan request for the sampler.
-        evicted: units that the claim evicts, or None. Set by `conclude`.
+        evicted: units that the claim evicts, or None. This attribute is set by `conclude`.
     """
 
     def __init__(
@@ -753,7 +754,7 @@ class Search:
 
     @property
     def _marks(self) -> tuple[int, int, int, int, int]:
-        """Versions of all state that plans depend on. Equal versions mean that nothing has changed."""
+        """Versions of all state that affects plans. Equal versions mean that nothing has changed."""
         partition, task = self._partition, self._task
         return *partition.version, task.serial, task.leased_count, task.epoch
 
@@ -775,7 +776,7 @@ class Search:
     # End of the task
 
     def begins_last(self) -> bool:
-        """Prepare for the last batch, which may be short, if no more rows can become ready. Return whether they cannot.
+        """Prepare for the last batch, which may be short. Return False if more rows can become ready.
 
         Raises:
             MustBeAwaited: the test would take too long on the event loop.
@@ -794,10 +795,10 @@ class Search:
         return True
 
     def _bound_staleness(self, *, no_more: bool) -> None:
-        """Limit plans to the rows that the task's staleness bound permits, if its admission sets a bound.
+        """Limit plans to the rows that the task's staleness bound permits, if the task's admission sets such a bound.
 
         Raises:
-            InvalidArgumentError: the claim's batch size or unit differs from the admission's.
+            InvalidArgumentError: the claim's batch size or unit differs from that of the admission.
         """
         outstanding, rows, orders = self._task.outstanding, self._rows, self._spec.order_by
         if outstanding is None or outstanding.admission.max_staleness is None:
@@ -822,11 +823,11 @@ class Search:
 
     @property
     def _unready_count(self) -> int:
-        """Number of unconsumed rows that were not ready. Valid only after the scan is exhausted."""
+        """Number of unconsumed rows that were not ready. The value is valid only after the scan is exhausted."""
         return self._task.backlog + self._task.skipped_count - self.view.scan.seen_count
 
     def _count_end(self) -> EndCounts | None:
-        """Count the samples at the end of the task. Return None if an unready row may still become ready.
+        """Count the samples at the end of the task's data. Return None if an unready row may still become ready.
 
         At the end, no new rows can be inserted, but leased rows may be released.
         """
@@ -883,12 +884,12 @@ class Search:
         )
 
     def look_for_evicted(self) -> None:
-        """Find the samples that the claim may evict. Call this after the sampler has run.
+        """Find the samples that the claim may evict. Call this method after the sampler has run.
 
-        The sampler may request groups, which determine the samples to evict.
+        The groups that the sampler requests may determine which samples to evict.
 
         Raises:
-            MustBeAwaited: searching for the samples, or evicting them in a single step, would block the event loop.
+            MustBeAwaited: finding the samples, or evicting them in a single step, would block the event loop.
         """
         if not self._spec.evicts:
             return
@@ -908,11 +909,11 @@ class Search:
     # Results
 
     def conclude(self, plan: Plan | None) -> Found:
-        """Return a plan to record in this event-loop step, the end of the task, or a miss.
+        """Return a plan to record in this event-loop step, the end of the task's data, or a miss.
 
         Raises:
             InvalidArgumentError: see `check_batch` and `with_totals`.
-            SamplerError: a row in the plan was not ready, although nothing has changed.
+            SamplerError: a row in the plan is not ready, although nothing has changed.
             MissingLengthError: see `_check_length_source`.
         """
         if (
@@ -939,8 +940,8 @@ class Search:
                 return NOT_LOOKED
             sampler = self._request.sampler.name
             raise SamplerError(
-                f"sampler {sampler!r} returned rows that were not ready for this claim; expected rows from "
-                f"view.ready() or view.ready_groups(). Return only these rows.",
+                f"sampler {sampler!r} returned rows that are not ready for this claim; expected only rows from "
+                f"view.ready() or view.ready_groups()",
                 metadata={"sampler": sampler},
             )
         bound, name, is_last = self._rows.bound, self._request.sampler.name, self._end is not None
@@ -955,9 +956,9 @@ class Search:
         return Planned(recorded, positions, self.view.grouping, self._rows, self.evicted, lengths)
 
     def _with_totals(self, recorded: RecordedPlan, positions: Indexes) -> tuple[RecordedPlan, Indexes | None]:
-        """Add totals to a batch for ranks. Return the batch and its row lengths, or None if a length is unknown.
+        """Add totals to a batch for ranks. Return the batch and its row lengths (None if any length is unknown).
 
-        The plan for a queue worker is returned unchanged.
+        A plan for a queue worker is returned unchanged.
 
         Raises:
             InvalidArgumentError: see `with_totals`.
@@ -990,9 +991,9 @@ class Search:
         )
 
     def _check_length_source(self) -> None:
-        """Raise MissingLengthError if the fields can never have lengths and no sample has a length in custom_meta.
+        """Raise MissingLengthError if the fields can never have lengths, and no sample has a length in custom_meta.
 
-        In all other cases, the claim waits, because a put or SetCustomMeta can still add the missing lengths.
+        In all other cases, the claim waits, because a put or a SetCustomMeta call can still add the missing lengths.
         """
         rows = self._rows
         source = rows.key[2]
@@ -1013,8 +1014,8 @@ class Search:
         raise MissingLengthError(
             f"{self._why_no_lengths(source)}; expected the lengths of samples {named}"
             f"{' and others' if lacking.size > _MOST_NAMED else ''}, which sampler {self._request.sampler.name!r} "
-            f"needs. Name a field of tensors with length_field, or put the number of tokens into the "
-            f"custom_meta column {source.column!r}; a claim with length_key {source.column!r} waits for this column.",
+            f"needs. Set length_field to a field of tensors, or put the number of tokens into the "
+            f"custom_meta column {source.column!r}. A claim with length_key {source.column!r} waits for this column.",
             field="sampler_config",
             metadata={"partition_id": self._partition.partition_id, "column": source.column},
         )

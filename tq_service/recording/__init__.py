@@ -1,1 +1,1 @@
-"""Recordings: the batches that a service planned, with the bytes of their samples, stored for later inspection."""
+"""Recordings of the batches that a service planned, with the bytes of their samples, for later inspection."""

@@ -30,7 +30,7 @@ class Spread:
 
     Attributes:
         count: number of samples that have a value.
-        least, median, mean, most: minimum, median, mean and maximum. None if no sample has a value.
+        least, median, mean, most: minimum, median, mean and maximum, or None if no sample has a value.
     """
 
     count: int
@@ -69,15 +69,15 @@ class StepFacts:
         samples_per_rank: number of samples per rank.
         packs_per_rank: number of packs or micro-batches per rank.
         optimizer_steps: number of optimizer steps.
-        tokens_per_rank: number of tokens per rank. None if lengths are unknown.
+        tokens_per_rank: number of tokens per rank, or None if lengths are unknown.
         imbalance: highest token count of a rank divided by the mean, minus 1. None if lengths are unknown.
         padding_tokens: number of padding tokens in all packs.
         lengths: distribution of sample lengths, in tokens.
         policies: published version of each policy, by name.
         staleness: distribution of the published version minus each sample's `start_version` (or `version`).
         fields: description of each field, by name.
-        custom_meta: for each numeric column, the distribution of its values. For other columns, counts of the most
-            frequent values.
+        custom_meta: distribution of the values in each numeric column, and counts of the most frequent values in each
+            other column.
         put_bytes: total size of the puts that the step references, in bytes.
     """
 
@@ -124,7 +124,7 @@ class StepSamples:
         self.ranks: Indexes = np.repeat(np.arange(step.dp_size), step.plan.sizes)
 
     def lengths(self) -> Indexes | None:
-        """Return the samples' token counts, from the plan or from the column `total_lengths`. None if unknown."""
+        """Return the samples' token counts, from the plan or the column `total_lengths`, or None if unknown."""
         lengths = np.zeros(self.indexes.size, np.int64)
         start, is_known = 0, True
         for part in parts_of(self.step):
@@ -142,7 +142,7 @@ class StepSamples:
         return column.values.astype(np.int64)
 
     def staleness(self) -> Spread:
-        """Return the distribution of staleness, the number of versions by which each sample is behind."""
+        """Return the distribution of staleness, that is, the number of versions by which each sample is behind."""
         published = [version for _, version in self.step.policies]
         column = next((self.columns[name] for name in _VERSIONS if name in self.columns), None)
         if column is None or column.values.dtype.kind not in "if" or len(published) != 1:
@@ -194,7 +194,7 @@ def _column_facts(column: MetaColumn) -> Spread | Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """A list of sample or group names (or indexes), reduced to the first few.
+    """A list of sample or group names (or indexes), truncated to the first few.
 
     Attributes:
         count: total number of samples or groups.
@@ -233,11 +233,11 @@ class StepDifference:
 
     Attributes:
         first, second: statistics of the two steps.
-        matched_by: attribute by which samples are matched, "key" or "global_index". Empty if samples cannot be matched,
-            because the partitions differ and some samples have no key.
+        matched_by: attribute by which samples are matched, "key" or "global_index". The value is empty if samples
+            cannot be matched because the partitions differ and some samples have no key.
         common_count: number of samples that are in both steps.
-        only_first, only_second: samples that are only in the first or only in the second step.
-        groups_only_first, groups_only_second: groups that are only in the first or only in the second step.
+        only_first, only_second: samples that are only in the first step, or only in the second step.
+        groups_only_first, groups_only_second: groups that are only in the first step, or only in the second step.
         moved_count: number of common samples that are assigned to different ranks.
         changed_columns: differences in the custom_meta of common samples, by column name.
         request: claim arguments that differ, each with both values.
@@ -297,7 +297,7 @@ def _names(samples: StepSamples, matched_by: str) -> list[Any]:
 def _changed(
     one: StepSamples, other: StepSamples, common: Sequence[Any], at: Sequence[Indexes]
 ) -> Iterator[tuple[str, ChangedColumn]]:
-    """Yield the custom_meta columns in which the values of a common sample differ."""
+    """Yield the custom_meta columns whose values differ for at least one common sample."""
     for name in dict.fromkeys((*one.columns, *other.columns)):
         values = [_values(samples, name, some) for samples, some in zip((one, other), at, strict=True)]
         changed = [

@@ -1,12 +1,12 @@
-"""The objects in a recording and their format.
+"""Names and formats of the objects in a recording.
 
     steps/000000000017-9f3c1a2b      one step: its plan, the metadata of its samples, the locations of its puts
     puts/9f3c1a2b-41                 tables and values of several puts that were in memory, in order
     puts/9f3c1a2b-42.seg             one put: a file of the data directory, linked under this name
 
 Step numbers continue after a restart. `9f3c1a2b` identifies one start of the service, so no name is used twice. A put
-is stored only once, before the first step that references it. Every stored step is therefore complete, even if the
-service is killed. The step's claims can be answered without reading other steps.
+is stored only once, before the first step that references the put. Every stored step is therefore complete, even if the
+service is killed. Claims for a step can be answered without reading other steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PutPlace:
 
     Attributes:
         record: record of the put, which includes the size and checksum of its bytes.
-        names: names of the objects that contain the bytes when they are concatenated.
+        names: names of the objects that, when concatenated, contain the bytes.
         start: offset of the bytes in the concatenated objects.
     """
 
@@ -45,7 +45,7 @@ class PutPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A recorded step: one batch, as planned for the ranks of a task.
+    """A recorded step, that is, one batch as planned for the ranks of a task.
 
     Attributes:
         number: number of the step in the recording, starting at 1.
@@ -58,7 +58,7 @@ class RecordedStep:
         policies: pairs of a policy name and its published version.
         meta: serialized `BatchMeta` of all ranks' samples, in the order of `plan.rows`, with the fields that all
             samples have.
-        empty_fields: serialized `FieldSpec`s for ranks without samples. Empty if every rank has samples.
+        empty_fields: serialized `FieldSpec`s for ranks without samples, or empty if every rank has samples.
         puts: locations of the puts that `meta` references.
         format: format version of this record.
     """
@@ -102,7 +102,7 @@ def encode_step(step: RecordedStep) -> bytes:
 
 
 def decode_step(name: str, data: memoryview) -> RecordedStep:
-    """Decode a step from the bytes of its object.
+    """Decode a step from the bytes of the step's object.
 
     Raises:
         DataLossError: the step is damaged.
@@ -112,7 +112,7 @@ def decode_step(name: str, data: memoryview) -> RecordedStep:
         kind, fields = codec.unpack(data)
         if fields.get("format", FORMAT) > FORMAT:
             raise NewerVersionError(
-                f"{name} has format {fields['format']}, which a newer version recorded; install that version"
+                f"{name} has format {fields['format']}, which a newer version wrote. Install the newer version."
             )
         return codec.decode_named({RecordedStep.__name__: RecordedStep}, kind, fields)
     except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:

@@ -1,6 +1,6 @@
 """Places that store recordings: a directory, which may share files with a data directory, or an object store.
 
-Both kinds of places store named objects. An object is written once and atomically. Its header contains its size and
+Both kinds of place store named objects. An object is written once and atomically. Its header contains its size and
 checksum, which are used to detect damage. A file shared with a data directory lacks this header, so its bytes are
 verified against the checksum of the put.
 """
@@ -57,7 +57,7 @@ class Place(ABC):
     A place must be used from a single event loop. Its methods do not block the loop.
 
     Attributes:
-        name: path or URL as shown to users, without passwords.
+        name: path or URL as shown to users, with passwords removed.
     """
 
     name: str
@@ -80,14 +80,14 @@ class Place(ABC):
         """
 
     async def link(self, files: Sequence[tuple[str, Path, int]]) -> bool:
-        """Link existing files into this place. Truncate files that have much unused space.
+        """Link existing files into this place, and truncate files with a large amount of unused space.
 
         Args:
-            files: name in this place, path, and number of used bytes of each file. The files must no longer be written
-                to.
+            files: name in this place, path, and number of used bytes of each file. Nothing may write to these files
+                anymore.
 
         Returns:
-            False if the place cannot contain links to these files.
+            Whether the files were linked; false if the place cannot contain links to these files.
 
         Raises:
             TqError: the files cannot be linked at the moment.
@@ -112,7 +112,7 @@ class Place(ABC):
 
     @abstractmethod
     async def remove(self, names: Sequence[str]) -> None:
-        """Remove objects. Names that do not exist are ignored."""
+        """Remove objects, ignoring names that do not exist."""
 
     @abstractmethod
     async def names(self, prefix: str) -> list[str]:
@@ -120,7 +120,7 @@ class Place(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the place. Closing it again has no effect."""
+        """Close the place. Closing a place again has no effect."""
 
 
 class Directory(Place):
@@ -130,8 +130,8 @@ class Directory(Place):
         path: path of the directory, which is created when the place is opened for writing.
         sync: whether to sync each written object to disk, instead of letting the operating system write it later.
         least_free_bytes: disk space that the recording must leave free, in bytes.
-        segments: store that reuses the data directory's files when they are removed from the recording. If None, these
-            files are deleted.
+        segments: store that reuses the data directory's files when they are removed from the recording, or None to
+            delete these files.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Directory(Place):
                 if not (self._path / "steps").is_dir():
                     raise DataDirError(
                         f"{self._path} is not a recording: its directory 'steps' is missing. Pass the directory that "
-                        "was passed to serve --record, or a copy of it",
+                        "was passed to serve --record, or a copy of that directory.",
                         metadata={"path": self.name},
                     )
                 return

@@ -34,7 +34,7 @@ _NO_PLAN: Final = RecordedPlan(rows=np.zeros(0, np.int64), sizes=())
 
 
 async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
-    """Read a step. Return the step and the size of its object, in bytes.
+    """Read a step, and return the step and the size of its object in bytes.
 
     Raises:
         DataLossError: the step is missing or damaged.
@@ -56,7 +56,7 @@ async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A selection of recorded steps. An attribute that is None matches any value.
+    """A selection of recorded steps, in which an attribute that is None matches any value.
 
     Attributes:
         incarnation: leading hexadecimal digits of the partition's incarnation.
@@ -96,7 +96,8 @@ class Recording:
 
     Attributes:
         place: place where the recording is stored.
-        steps: steps sorted by number. If a batch was recorded twice, only its last step is included.
+        steps: steps sorted by number. If a batch was recorded twice, only the last step recorded for the batch is
+            included.
         damaged: error message for each damaged step, by object name.
     """
 
@@ -109,7 +110,7 @@ class Recording:
         """Open the place and read all steps.
 
         Args:
-            wanted: selection of the steps whose plans and metadata are kept in memory. None for all steps. The plans
+            wanted: selection of the steps whose plans and metadata are kept in memory, or None for all steps. The plans
                 and metadata of unselected steps are discarded, because a recording may contain thousands of steps.
 
         Raises:
@@ -274,10 +275,10 @@ class RecordedPuts(Backing[PutPlace]):
 def samples_of(
     meta: metadata_pb2.BatchMeta, positions: Indexes, empty_fields: Sequence[bytes] = ()
 ) -> metadata_pb2.BatchMeta:
-    """Return a response reduced to the selected samples.
+    """Return a copy of a response that contains only the selected samples.
 
     Args:
-        meta: response with all metadata of its samples.
+        meta: response that contains all metadata of its samples.
         positions: positions of the selected samples in the response.
         empty_fields: serialized field specs to return if no samples are selected.
     """
@@ -324,7 +325,7 @@ def _locations_of(locations: metadata_pb2.Locations, positions: Indexes) -> meta
 
 
 def only_fields(meta: metadata_pb2.BatchMeta, names: Sequence[str]) -> None:
-    """Reduce a response to the named fields, in the given order.
+    """Return a copy of a response that contains only the named fields, in the given order.
 
     Raises:
         FieldNotFoundError: the response does not contain one of the fields.

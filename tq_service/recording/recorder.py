@@ -1,4 +1,4 @@
-"""The recorder. It writes each step that a service plans to a recording, and removes the oldest steps.
+"""The recorder, which writes each step that a service plans to a recording, and removes the oldest steps.
 
     planned -> taken (bytes pinned, files kept) -> puts written or linked -> step written -> removed by retention
 
@@ -35,7 +35,7 @@ from tq_service.storage.mirror.layout import cut
 
 _log = logging.getLogger(__name__)
 MOST_PENDING_BYTES: Final = 1 << 30
-"""Maximum bytes of in-memory puts that may wait to be written. These bytes count towards the storage quota."""
+"""Maximum number of bytes of in-memory puts that may wait to be written; they count towards the storage quota."""
 
 _PAUSES_SECONDS: Final = (0.2, 1.0, 3.0)  # pause before each retry while the place is unavailable
 _CLOSE_SECONDS: Final = 10.0
@@ -51,7 +51,7 @@ class _Put:
     """A put that has been recorded, or will be recorded together with a waiting step.
 
     Attributes:
-        place: location of the put's bytes. None until the bytes are written.
+        place: location of the put's bytes, or None until the bytes have been written.
         pack: objects that contain the bytes. None until the bytes are written.
         step_count: number of stored or waiting steps that reference the put.
     """
@@ -96,11 +96,11 @@ class Recorder:
 
     Args:
         place: place where the recording is stored. Closed by `close`.
-        most_steps: maximum number of stored steps. None for no limit.
+        most_steps: maximum number of stored steps, or None for no limit.
         most_bytes: maximum size of all stored steps, in bytes. None for no limit. The last step is always kept.
-        most_pending_bytes: maximum number of bytes in memory that wait to be written. Steps that exceed this limit are
-            skipped.
-        run: name that identifies this start of the service in object names. None for a random name.
+        most_pending_bytes: maximum number of bytes in memory that may wait to be written. Steps that would exceed this
+            limit are skipped.
+        run: name that identifies this start of the service in object names, or None for a random name.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Recorder:
         """Open the place, read the existing steps, and remove objects that no step references.
 
         Returns:
-            Last recorded batch_index of each task epoch.
+            Last recorded `batch_index` of each task epoch.
 
         Raises:
             TqError: the place cannot be used.
@@ -195,12 +195,12 @@ class Recorder:
     def take(
         self, step: RecordedStep, put_ids: Sequence[bytes], keep: Callable[[bytes], KeptPut | None]
     ) -> Callable[[], None]:
-        """Take a step and the current bytes of its puts. Return a callback that queues the step for writing.
+        """Take a step and the current bytes of its puts, and return a callback that queues the step for writing.
 
         Args:
             step: step to take. The number of the step and the locations of its puts are set when the step is written.
             put_ids: ids of the puts that the step references, without duplicates.
-            keep: function that pins a put's bytes until they are released. It returns None if the bytes are not in this
+            keep: function that pins a put's bytes until they are released, or returns None if the bytes are not in this
                 process.
         """
         kept: dict[bytes, KeptPut] = {}
@@ -236,16 +236,16 @@ class Recorder:
         self._is_idle.clear()
 
     def count_seconds(self, seconds: float) -> None:
-        """Add CPU time spent on taking steps to the status."""
+        """Add the CPU time spent on taking steps to the status."""
         self._processor_seconds += seconds
 
     @property
     def is_recording(self) -> bool:
-        """Whether steps are being recorded. False after an error has ended the recording."""
+        """Whether steps are being recorded, which is no longer the case after an error has ended the recording."""
         return not self._error
 
     def skip(self, reason: str) -> None:
-        """Count a step that was not recorded. Only some of these steps are logged."""
+        """Count a step that was not recorded, and log some of these steps."""
         self._skipped_count += 1
         if self._skipped_count & (self._skipped_count - 1) == 0:  # log the 1st, 2nd, 4th, 8th, ... skipped step
             _log.warning(LogMessage("a step was not recorded", reason=reason, skipped_steps=self._skipped_count))
@@ -268,7 +268,7 @@ class Recorder:
     # Writing
 
     async def run(self) -> None:
-        """Write steps until cancelled. An error ends the recording but is not raised."""
+        """Write steps until cancelled. Errors end the recording but are not raised."""
         while True:
             await self._has_waiting.wait()
             self._has_waiting.clear()
@@ -282,7 +282,7 @@ class Recorder:
             self._is_idle.set()
 
     async def _write(self, waiting: _Waiting) -> None:
-        """Write a step and its puts. Retry while the place is unavailable."""
+        """Write a step and its puts, retrying while the place is unavailable."""
         for pause in (*_PAUSES_SECONDS, None):
             try:
                 await self._write_once(waiting)
@@ -335,7 +335,7 @@ class Recorder:
             start += record.size_bytes
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread and return its result. Add the CPU time used to the status."""
+        """Run `work` in a thread, add the CPU time used to the status, and return the result of `work`."""
 
         def timed() -> tuple[T, float]:
             began_at = time.thread_time()
@@ -363,7 +363,7 @@ class Recorder:
         self._bytes += written.size
 
     async def _remove_old(self) -> None:
-        """Remove the oldest steps until no limit is exceeded. Also remove puts that no remaining step references."""
+        """Remove the oldest steps until no limit is exceeded, along with puts that no remaining step references."""
         while len(self._steps) > 1 and (
             (self._most_steps is not None and len(self._steps) > self._most_steps)
             or (self._most_bytes is not None and self._bytes > self._most_bytes)
@@ -376,7 +376,7 @@ class Recorder:
                 await self._place.remove(unneeded)
 
     def _forget(self, put_ids: Sequence[bytes]) -> Iterator[str]:
-        """Remove a step's references to its puts. Yield the names of objects that are no longer needed."""
+        """Remove a step's references to its puts, and yield the names of objects that are no longer needed."""
         for put_id in put_ids:
             entry = self._puts[put_id]
             entry.step_count -= 1
@@ -401,7 +401,7 @@ class Recorder:
 def _packed(puts: Sequence[KeptPut]) -> Iterator[list[KeptPut]]:
     """Split puts into one list per object.
 
-    Each list contains at most `LARGEST_OBJECT_BYTES`, or a single larger put.
+    Each list contains puts of at most `LARGEST_OBJECT_BYTES` in total, or a single larger put.
     """
     some: list[KeptPut] = []
     size = 0

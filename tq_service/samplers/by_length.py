@@ -33,14 +33,14 @@ class LengthSampler(GroupSampler):
     """A group sampler that uses token counts. A sample is not ready until its token count is known.
 
     Attributes:
-        length_key: custom_meta column that contains each sample's token count. A sample without a value in the column
-            is not ready, unless `length_field` is also set. null: the column `total_lengths`, for samples that have a
-            value in the column.
-        length_field: field whose row length is the token count of samples without a value in the column. null: the
-            length of the longest one-dimensional row in `data_fields`, ignoring fields declared as dense. With null, a
-            sample must have a value in the column if `length_key` is set.
-        align: number to a multiple of which token counts are rounded up, to match the padding of `PackOptions(align=)`.
-        cost: quantity to balance over the ranks: "tokens", or "attention", which is 24576 L + L**2 for L tokens.
+        length_key: custom_meta column that contains each sample's token count. A sample without a value in this column
+            is not ready unless `length_field` is also set. null: the column `total_lengths`, for samples that have a
+            value in it.
+        length_field: field whose row length is the token count of samples without a value in the `length_key` column.
+            null: the length of the longest one-dimensional row in `data_fields`, ignoring fields declared as dense.
+            With null, a sample must have a value in the column if `length_key` is set.
+        align: token counts are rounded up to a multiple of this number, to match the padding of `PackOptions(align=)`.
+        cost: quantity to balance across the ranks: "tokens", or "attention", which is 24576 L + L**2 for L tokens.
     """
 
     length_key: str | None = None
@@ -61,7 +61,7 @@ class LengthSampler(GroupSampler):
         return LengthSource(key=self.length_key, field=self.length_field)
 
     def read_lengths(self, view: View, rows: Indexes) -> Indexes:
-        """Return the token counts of the given rows, of shape `(n,)`.
+        """Return the token counts of the given rows as an array of shape `(n,)`.
 
         Raises:
             InvalidArgumentError: a token count is negative.
@@ -71,7 +71,7 @@ class LengthSampler(GroupSampler):
             position = int(np.argmin(lengths))
             raise InvalidArgumentError(
                 f"length: got {lengths[position]} for sample {rows[position]}, expected a token count of at least 0; "
-                f"fix the custom_meta column {self.length.column!r} with SetCustomMeta",
+                f"correct the custom_meta column {self.length.column!r} with SetCustomMeta",
                 field="sampler_config",
                 metadata={"column": self.length.column},
             )
@@ -91,19 +91,19 @@ class LengthSampler(GroupSampler):
         if request.micro_batch_size is not None:
             raise InvalidArgumentError(
                 f"micro_batch_size: got {request.micro_batch_size} for sampler {self.name!r}, which splits "
-                f"micro-batches by {option}; omit one of the two",
+                f"micro-batches by {option}; omit one of these options",
                 field="micro_batch_size",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeqlenBalancedSampler(LengthSampler):
-    """Takes complete groups and balances token totals over the ranks.
+    """Takes complete groups and balances token totals across the ranks.
 
     The sampler takes a single batch for all ranks, in the order of the groups' first members. The Karmarkar-Karp
-    algorithm splits the batch by the groups' token totals, and swaps refine the result. The number of groups per rank
-    differs by at most one. If all groups have the same size, each rank gets `batch_size` samples. Groups on a rank keep
-    their order.
+    algorithm splits the batch by the token totals of the groups, and swaps refine the result. The number of groups per
+    rank differs by at most one. If all groups have the same size, each rank gets `batch_size` samples. Groups on the
+    same rank keep their order.
     """
 
     name: ClassVar[str] = "seqlen_balanced"
@@ -131,10 +131,10 @@ class SeqlenBalancedSampler(LengthSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudgetSampler(LengthSampler):
-    """Fills the token budget of each rank with ready samples, in complete groups.
+    """Fills each rank's token budget with ready samples, in complete groups.
 
-    Groups are taken in the order of their first members until the next group does not fit. The token totals (or costs)
-    of the ranks are balanced. Balanced costs lead to unequal token totals, so fewer groups fit. `batch_size` is the
+    Groups are taken in the order of their first members, until a group does not fit. Token totals (or costs) are
+    balanced across the ranks. Balancing costs leads to unequal token totals, so fewer groups fit. `batch_size` is the
     maximum number of samples (or groups) per rank. The sampler waits until the next ready group would not fit,
     `batch_size` is reached, or no more samples can arrive.
 
@@ -143,11 +143,11 @@ class TokenBudgetSampler(LengthSampler):
         tokens_per_micro_batch: maximum number of tokens per micro-batch. The samples of each rank are split evenly into
             micro-batches, and all ranks have the same number of micro-batches. null: micro_batch_size determines the
             micro-batches.
-        packs_multiple_of: number of which each rank's number of micro-batches must be a multiple. Requires
+        packs_multiple_of: number by which each rank's number of micro-batches must be divisible. Requires
             `tokens_per_micro_batch`.
         overlong: handling of samples that exceed the token limit for a rank or micro-batch, and of groups that exceed
             the limit for a rank. "error" rejects the batch. "truncate" plans only the first `tokens_per_micro_batch`
-            tokens of each sample, and rejects the batch if a group is still too long. "drop" permanently excludes the
+            tokens of each sample, and still rejects the batch if a group is too long. "drop" permanently excludes the
             sample or group. Dropped samples are listed in `RankPlan.dropped`, count as skipped, and count towards
             `batch_size`.
     """
@@ -178,13 +178,13 @@ class TokenBudgetSampler(LengthSampler):
             self.check_aligned("tokens_per_micro_batch", self.tokens_per_micro_batch or 0)
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError if both samples and tokens limit micro-batches, or if there are too many."""
+        """Raise InvalidArgumentError if both samples and tokens limit micro-batches, or if there are too many packs."""
         if self.tokens_per_micro_batch is not None:
             self.refuse_micro_batch_size(request, "tokens_per_micro_batch")
         _check_pack_count(request, self.packs_multiple_of)
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return whether the batch has only a few groups to assign, and is not split by tokens."""
+        """Return whether the batch has only a few groups to assign and is not split by tokens."""
         return self.tokens_per_micro_batch is None and request.total_size <= _QUICK_BUDGET_GROUPS
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
@@ -192,8 +192,8 @@ class TokenBudgetSampler(LengthSampler):
 
         Raises:
             InvalidArgumentError: a token count is negative, or the first group has more than `batch_size` samples. With
-                `overlong="error"`, also if the first group has more than `tokens_per_rank` tokens, or any of its
-                samples has more than `tokens_per_micro_batch` tokens.
+                `overlong="error"`, this error is also raised if the first group has more than `tokens_per_rank` tokens,
+                or any of its samples has more than `tokens_per_micro_batch` tokens.
         """
         self.check(request)
         is_full = True
@@ -229,7 +229,7 @@ class TokenBudgetSampler(LengthSampler):
         return Plan(ranks=tuple(replace(part, dropped=rows) for part, rows in zip(plan.ranks, dropped, strict=True)))
 
     def _assign(self, groups: Groups, lengths: Indexes, request: PlanRequest) -> list[Indexes]:
-        """Assign the groups to ranks, in order, until no more groups fit. Return the group positions on each rank.
+        """Assign the groups to ranks in order until no more groups fit, and return the group positions on each rank.
 
         Tokens (or costs) are balanced. Assigning groups one by one to the least loaded rank yields a lower bound on the
         number of groups that fit. The total budget of all ranks yields an upper bound. Between these bounds, a binary
@@ -270,7 +270,7 @@ class TokenBudgetSampler(LengthSampler):
     def _assign_one_by_one(
         self, costs: Indexes, tokens: Indexes, units: Indexes, request: PlanRequest
     ) -> list[Indexes]:
-        """Assign groups in order, each to the rank with the lowest cost. Stop at the first group that does not fit."""
+        """Assign groups in order, each to the rank with the lowest cost, up to the first group that does not fit."""
         ranks: list[list[int]] = [[] for _ in range(request.rank_count)]
         loads = [(0, 0, 0, rank) for rank in range(request.rank_count)]
         for position, (cost, size, count) in enumerate(
@@ -284,7 +284,7 @@ class TokenBudgetSampler(LengthSampler):
         return [np.array(part, np.int64) for part in ranks]
 
     def _balance(self, costs: Indexes, tokens: Indexes, units: Indexes, request: PlanRequest) -> list[Indexes] | None:
-        """Balance the first `costs.size` groups over the ranks. Return None if a rank would exceed its limits."""
+        """Balance the first `costs.size` groups across the ranks, or return None if a rank would exceed its limits."""
         for split in (get_free_partitions, get_even_partitions):
             parts = [np.array(part, np.int64) for part in split(costs, request.rank_count)]
             if all(
@@ -310,7 +310,7 @@ class TokenBudgetSampler(LengthSampler):
         if within_tokens:
             return InvalidArgumentError(
                 f"batch_size: got {batch_size} samples; expected at least {size}, the size of the group with sample "
-                f"{groups.rows[0]}, because groups are not split. Raise batch_size, or set batch_unit to 'group'",
+                f"{groups.rows[0]}, because groups are not split. Increase batch_size, or set batch_unit to 'group'",
                 field="batch_size",
             )
         if total > self.tokens_per_rank:
@@ -321,8 +321,8 @@ class TokenBudgetSampler(LengthSampler):
             limit = f"tokens_per_micro_batch ({self.tokens_per_micro_batch})"
         rounded = f", each sample rounded up to a multiple of {self.align}" if self.align > 1 else ""
         return InvalidArgumentError(
-            f"length: {what} sample {groups.rows[0]}{rounded}, expected at most {limit}; raise the limit, "
-            "clear the sample, or choose overlong 'drop'",
+            f"length: {what} sample {groups.rows[0]}{rounded}, expected at most {limit}; increase the "
+            "limit, clear the sample, or set overlong to 'drop'",
             field="sampler_config",
             metadata={"column": self.length.column},
         )
@@ -349,7 +349,7 @@ def _dropped_by_rank(
     """Yield the dropped rows of each rank.
 
     If other members of a row's group are assigned to a rank, the row is reported on that rank. Otherwise, rows are
-    distributed by group, round-robin.
+    distributed round-robin by group.
     """
     rank_of = np.arange(len(groups)) % len(groups_of_ranks)
     for rank, own in enumerate(groups_of_ranks):
@@ -361,25 +361,25 @@ def _dropped_by_rank(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSampler(LengthSampler):
-    """Packs a batch for all ranks, by optimizer step.
+    """Packs a batch for all ranks by optimizer step.
 
-    Each rank gets `optimizer_steps` steps, whose packs contain up to `pack_max_length` tokens. A batch is taken in the
-    order of the groups' first members. Groups are distributed evenly over the ranks, and each rank's samples are
-    distributed over the steps by token count. The samples for each step are then packed into bins. In each step, every
-    rank has the same number of packs, at least one. Packs that contain only padding make up the difference. A group is
-    assigned to one rank but may be split over steps. With `batch_unit` "group" or "rollout", each rollout is assigned
-    to a single step. `tq_service.balancing.plan_packs` implements the algorithm.
+    Each rank gets `optimizer_steps` steps, whose packs contain up to `pack_max_length` tokens. The groups of a batch
+    are taken in the order of their first members. Groups are distributed evenly across the ranks, and each rank's
+    samples are distributed across the steps by token count. The samples for each step are then packed into bins. In
+    each step, every rank has the same number of packs, with at least one. Packs that contain only padding make up the
+    difference. A group is assigned to one rank but may be split across steps. With `batch_unit` "group" or "rollout",
+    each rollout is assigned to a single step. `tq_service.balancing.plan_packs` implements the algorithm.
 
     Attributes:
         optimizer_steps: exact number of optimizer steps per batch.
-        pack_max_length: number of tokens per pack, a multiple of `align`. `Pack.padding_tokens` fills each pack up to
-            this length.
+        pack_max_length: number of tokens per pack, which must be a multiple of `align`. `Pack.padding_tokens` fills
+            each pack up to this length.
         overlong: handling of samples with more than `pack_max_length` tokens. "error" rejects the batch. "truncate"
             plans only the first `pack_max_length` tokens, and `Pack.lengths` contains the truncated length. "drop"
             permanently excludes the sample, which is listed in `RankPlan.dropped` and counts as skipped.
-        even_steps: whether to balance the token totals of each rank's steps. false: use as few packs as possible. The
-            number of packs per step then differs by at most one, or by at most `packs_multiple_of`.
-        packs_multiple_of: number of which the number of packs in each step must be a multiple.
+        even_steps: whether to balance the token totals of each rank's steps. false: use as few packs as possible, in
+            which case the number of packs per step differs by at most one, or by at most `packs_multiple_of`.
+        packs_multiple_of: number by which the number of packs in each step must be divisible.
     """
 
     name: ClassVar[str] = "packed"
@@ -402,8 +402,8 @@ class PackedSampler(LengthSampler):
         """Validate a request against the sampler's options.
 
         Raises:
-            InvalidArgumentError: `batch_size` is not a multiple of the group size, `micro_batch_size` is given, or the
-                plan would have too many packs over all ranks.
+            InvalidArgumentError: `batch_size` is not a multiple of the group size, `micro_batch_size` is set, or the
+                plan would have too many packs across all ranks.
         """
         LengthSampler.check(self, request)
         self.refuse_micro_batch_size(request, "pack_max_length")
@@ -450,15 +450,15 @@ class PackedSampler(LengthSampler):
         first = int(np.argmax(lengths > self.pack_max_length))
         raise InvalidArgumentError(
             f"length: got {lengths[first]} for sample {rows[first]}, expected at most pack_max_length "
-            f"({self.pack_max_length}); raise pack_max_length, clear the sample, or choose "
-            "overlong 'truncate' or 'drop'",
+            f"({self.pack_max_length}); increase pack_max_length, clear the sample, or set "
+            "overlong to 'truncate' or 'drop'",
             field="sampler_config",
             metadata={"column": self.length.column},
         )
 
 
 def _as_plan(groups: Groups, group_of: Indexes, lengths: Indexes, packs: PackPlan) -> Plan:
-    """Convert packs of sample indexes to a plan that contains rows, and the token counts in each pack."""
+    """Convert packs of sample indexes to a plan that contains rows and each pack's token counts."""
     samples_of_ranks = [
         np.array(sorted(sample for step in steps for pack in step for sample in pack), np.int64)
         for steps in packs.packs
@@ -488,7 +488,7 @@ def _as_pack(samples: Indexes, pack: list[int], lengths: Indexes, pack_max_lengt
 
 
 def _check_pack_count(request: PlanRequest, packs_multiple_of: int, optimizer_steps: int = 1) -> None:
-    """Raise InvalidArgumentError if a plan may need too many packs over all ranks, including empty packs."""
+    """Raise InvalidArgumentError if a plan may need too many packs across all ranks, including empty packs."""
     pack_count = optimizer_steps * packs_multiple_of * request.rank_count
     if pack_count > _MOST_PACKS:
         option = "packs_multiple_of" if optimizer_steps == 1 else "optimizer_steps"

@@ -25,10 +25,10 @@ Assignment = Sequence[NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequentialSampler(Sampler):
-    """Takes ready samples in index order, or in the order of `order_by`.
+    """Takes ready samples in index order or in the order set by `order_by`.
 
     Each rank gets a block of `batch_size` consecutive samples. If the last batch is short, its samples are distributed
-    as evenly as possible over the ranks. With `batch_unit="group"`, blocks consist of complete groups. With
+    as evenly as possible across the ranks. With `batch_unit="group"`, blocks consist of complete groups. With
     `batch_unit="rollout"`, blocks consist of complete rollouts.
     """
 
@@ -54,13 +54,14 @@ class GroupSampler(Sampler):
     """A sampler that takes complete groups, in the order of their first members.
 
     Attributes:
-        n_samples_per_prompt: number of samples in a group if the group's size was not declared. In a partition without
-            named groups, every block of this many consecutive indexes is a group. null: use the named groups, or single
+        n_samples_per_prompt: number of samples in a group whose size was not declared. In a partition without named
+            groups, every block of this many consecutive indexes is a group. null: use the named groups, or individual
             samples if there are no named groups.
         incomplete_groups: handling of a group with failed or cleared samples: "skip" the group, or "take" its remaining
             samples.
-        blocks: where groups of consecutive indexes may begin. "aligned": at multiples of `n_samples_per_prompt`.
-            "anywhere": any `n_samples_per_prompt` ready samples with consecutive indexes form a group.
+        blocks: positions at which groups of consecutive indexes may begin. "aligned": only multiples of
+            `n_samples_per_prompt`. "anywhere": any index, so any `n_samples_per_prompt` ready samples with consecutive
+            indexes form a group.
     """
 
     n_samples_per_prompt: int | None = None
@@ -78,8 +79,8 @@ class GroupSampler(Sampler):
             raise ValueError(f"blocks: got {self.blocks!r}, expected 'aligned' or 'anywhere'")
         if self.blocks == "anywhere" and self.incomplete_groups == "take":
             raise ValueError(
-                "incomplete_groups: got 'take' with blocks 'anywhere'; expected 'skip', because such blocks consist of "
-                "ready samples only. To take incomplete groups, name the groups or use blocks 'aligned'"
+                "incomplete_groups: got 'take' with blocks 'anywhere'; expected 'skip', because such blocks contain "
+                "only ready samples. To take incomplete groups, name the groups, or set blocks='aligned'"
             )
 
     def check(self, request: PlanRequest) -> None:
@@ -93,7 +94,7 @@ class GroupSampler(Sampler):
         if request.batch_unit == "rollout" and group_size is not None:
             raise InvalidArgumentError(
                 f"n_samples_per_prompt: got {group_size} for sampler {self.name!r} with batch_unit 'rollout'; expected "
-                f"none, because rollouts are taken regardless of their groups. Omit it, or use batch_unit 'group'",
+                f"none, because rollouts are taken regardless of their groups. Omit it, or set batch_unit to 'group'",
                 field="sampler_config",
                 metadata={"option": "n_samples_per_prompt"},
             )
@@ -101,12 +102,12 @@ class GroupSampler(Sampler):
             return
         raise InvalidArgumentError(
             f"batch_size: got {request.batch_size} samples for sampler {self.name!r}; expected a multiple of "
-            f"n_samples_per_prompt ({group_size}), because groups are not split. Or set batch_unit to 'group'",
+            f"n_samples_per_prompt ({group_size}), because groups are not split. Or set batch_unit='group'",
             field="batch_size",
         )
 
     def ready_groups(self, view: View) -> Callable[..., Groups]:
-        """Return `view.ready_groups` with the sampler's options filled in. The caller passes the limit and its unit."""
+        """Bind the sampler's options to `view.ready_groups`. The caller passes the limit and the unit of the limit."""
         return partial(
             view.ready_groups,
             block_size=self.n_samples_per_prompt,
@@ -120,12 +121,12 @@ class GRPOGroupNSampler(GroupSampler):
     """Takes complete groups of `n_samples_per_prompt` samples, in the order of their first members.
 
     If all groups have the same size, each rank gets consecutive groups with exactly `batch_size` samples. Group sizes
-    may differ if groups were closed early, or with `incomplete_groups="take"`. In this case, samples are distributed as
-    evenly as possible without splitting groups.
+    may differ if groups were closed early, or with `incomplete_groups="take"`. If group sizes differ, samples are
+    distributed as evenly as possible without splitting groups.
 
     Attributes:
-        n_samples_per_prompt: number of samples in a group if the group's size was not declared. In a partition without
-            named groups, every block of this many consecutive indexes is a group. Required.
+        n_samples_per_prompt: number of samples in a group whose size was not declared. In a partition without named
+            groups, every block of this many consecutive indexes is a group. Required.
     """
 
     name: ClassVar[str] = "grpo_group_n"
@@ -153,14 +154,14 @@ class GRPOGroupNSampler(GroupSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAwareSampler(GroupSampler):
-    """Assigns ready samples or complete groups to ranks round-robin, so every rank gets both older and newer samples.
+    """Assigns ready samples or complete groups round-robin, giving every rank both older and newer samples.
 
     For each batch_index, all replicas of a rank get the same samples, and no sample is assigned to two ranks. A short
     last batch is distributed evenly. Only trainer ranks can use this sampler.
 
     Attributes:
-        n_samples_per_prompt: number of samples in a group. Groups are not split. null: assign single samples or, with
-            batch_unit "group", named groups.
+        n_samples_per_prompt: number of samples in a group. Groups are not split. null: assign individual samples or,
+            with batch_unit "group", named groups.
     """
 
     name: ClassVar[str] = "rank_aware"
@@ -169,8 +170,8 @@ class RankAwareSampler(GroupSampler):
         """Raise InvalidArgumentError for a queue worker, or if `batch_size` is not a multiple of the group size."""
         if not request.ranked:
             raise InvalidArgumentError(
-                f"sampler: got {self.name!r} without dp_rank; expected dp_rank, dp_size and batch_index. Queue workers "
-                "must use 'sequential' or 'grpo_group_n'",
+                f"sampler: got {self.name!r} without dp_rank; expected dp_rank, dp_size and batch_index. For queue "
+                "workers, use 'sequential' or 'grpo_group_n'",
                 field="sampler",
             )
         GroupSampler.check(self, request)
@@ -193,7 +194,7 @@ class RankAwareSampler(GroupSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenSampler(Sampler):
-    """Takes the samples listed in the option `rows`, in that order, once all of them are ready.
+    """Takes the samples listed in the `rows` option, in that order, once all of these samples are ready.
 
     This sampler is intended for queue workers that look up samples and then claim some of them. If another worker has
     claimed any of these samples, the sampler does not return a batch.
@@ -208,12 +209,12 @@ class ChosenSampler(Sampler):
 
     def __post_init__(self) -> None:
         if not self.rows:
-            raise ValueError("rows: got none, expected at least one global index")
+            raise ValueError("rows: got an empty list, expected at least one global index")
         if len(set(self.rows)) != len(self.rows):
-            raise ValueError("rows: got a global index twice, expected distinct indexes")
+            raise ValueError("rows: got duplicate global indexes, expected distinct ones")
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError for trainer ranks or groups, or if `batch_size` is not the number of rows."""
+        """Raise InvalidArgumentError for trainer ranks, groups, or a `batch_size` other than the number of rows."""
         if request.ranked or request.batch_unit != "sample":
             raise InvalidArgumentError(
                 f"sampler: got {self.name!r} for {'trainer ranks' if request.ranked else 'groups'}; expected a queue "
@@ -228,7 +229,7 @@ class ChosenSampler(Sampler):
             )
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return a plan with the listed rows, or None if any of them is not ready."""
+        """Return a plan with the listed rows, or None if any of these rows is not ready."""
         self.check(request)
         rows = np.array(self.rows, np.int64)
         return Plan.of([rows]) if np.isin(rows, view.ready()).all() else None
@@ -237,16 +238,16 @@ class ChosenSampler(Sampler):
 def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Groups | None:
     """Return the next complete groups, up to the batch size, or None if too few groups are ready.
 
-    The ready groups suffice if they reach `request.min_size`. If the next ready group would exceed
-    `request.total_size`, the groups before it also suffice, because waiting would not help. To detect this case, the
-    function reads an additional group.
+    The ready groups suffice if they reach `request.min_size`. The groups before a ready group that would exceed
+    `request.total_size` also suffice, because waiting would not help. To detect such a group, the function reads one
+    additional group.
 
     Args:
         ready_groups: function such as `View.ready_groups`, which returns ready groups up to a limit in the given unit.
         request: request with the size, ranks and unit of the batch to plan.
 
     Raises:
-        InvalidArgumentError: the first group is larger than the entire batch, so it can never be part of a plan.
+        InvalidArgumentError: the first group is larger than the entire batch and thus can never be part of a plan.
     """
     unit, total = request.batch_unit, request.total_size
     groups = ready_groups(total, unit=unit)
@@ -266,14 +267,14 @@ def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Gr
         raise InvalidArgumentError(
             f"batch_size: got {request.batch_size} samples for {request.rank_count} rank(s), {total} in total; "
             f"expected at least {int(more.sizes[0])}, the size of the group with sample {int(more.rows[0])}, because "
-            "groups are not split. Raise batch_size, or set batch_unit to 'group'",
+            "groups are not split. Increase batch_size, or set batch_unit to 'group'",
             field="batch_size",
         )
     return fitting
 
 
 def rows_of_ranks(groups: Groups, assignment: Assignment) -> list[Indexes]:
-    """Return the rows of each rank, that is, the members of its groups in the order of the assignment."""
+    """Return the rows of each rank: the members of the rank's groups in the order of the assignment."""
     members = np.split(groups.rows, groups.starts[1:])
     empty = np.zeros(0, np.int64)
     return [np.concatenate([empty, *(members[position] for position in part.tolist())]) for part in assignment]
@@ -285,7 +286,7 @@ def assign_blocks(groups: Groups, rank_count: int) -> Assignment:
 
 
 def even_blocks(values: Indexes, count: int) -> list[Indexes]:
-    """Split values into `count` consecutive blocks, like `np.array_split`.
+    """Split values into `count` consecutive blocks, as `np.array_split` does.
 
     The block sizes differ by at most one, and larger blocks come first.
     """
@@ -307,7 +308,7 @@ def assign_to_least_loaded(groups: Groups, rank_count: int) -> Assignment:
 
 
 def assign_round_robin(groups: Groups, rank_count: int, *, largest_first: bool = False) -> Assignment:
-    """Assign groups in rounds of one group per rank. The number of groups per rank differs by at most one.
+    """Assign groups in rounds of one group per rank, so the numbers of groups per rank differ by at most one.
 
     Rounds take groups in the given order or, with `largest_first`, by descending size. Within a round, the largest
     groups are assigned to the ranks with the fewest samples. Groups of equal size are assigned round-robin.

@@ -1,4 +1,4 @@
-"""An in-memory `View` for testing samplers without a service, on samples with given token counts."""
+"""An in-memory `View` of samples with given token counts, for testing samplers without a service."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPEC = BatchSpec(
 
 
 class ListView(PartitionView):
-    """A view of in-memory samples 0, 1, and so on. As in a service, produced samples are ready until consumed."""
+    """A view of in-memory samples 0, 1, and so on. As in a service, produced samples stay ready until consumed."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ListView(PartitionView):
             unproduced: samples that become ready only after a call to `produce`.
 
         Raises:
-            ValueError: `group_size` is below 1, or a column in `meta` does not contain one value per sample.
+            ValueError: `group_size` is less than 1, or a column in `meta` does not contain one value per sample.
             IndexError: an index in `unproduced` is out of range.
         """
         if group_size is not None and group_size < 1:
@@ -77,9 +77,9 @@ class ListView(PartitionView):
         self._task.claim.write(rows, CONSUMED_EARLIER)
 
     def record(self, plan: Plan, *, max_uses: int = 1) -> None:
-        """Apply a plan like a service: count deliveries, drop the plan's dropped rows, and consume used-up rows.
+        """Apply a plan as a service does: count deliveries, drop the plan's dropped rows, and consume used-up rows.
 
-        A row is used up after `max_uses` deliveries, as with `claim(max_uses=)`.
+        As with `claim(max_uses=)`, a row is used up after `max_uses` deliveries.
         """
         recorded = self._task.using_up(RecordedPlan.of(plan), max_uses)
         self._task.deliver(recorded, recorded.named, batch_spec=_SPEC)

@@ -1,4 +1,4 @@
-"""Reading of a sampler's options from its constructor, and validation of the sampler_config sent by clients."""
+"""Reads a sampler's options from its constructor, and validates the sampler_config sent by clients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def describe_sampler(name: str, kind: type[Sampler]) -> SamplerDescription:
 
 
 def _documented(kind: type[Sampler]) -> dict[str, str]:
-    """Return the text of each option from the docstrings of a class and its bases. Derived classes take precedence."""
+    """Return each option's text from the docstrings of a class and its bases. Derived classes take precedence."""
     texts: dict[str, str] = {}
     for doc in (inspect.getdoc(part) for base in kind.__mro__[:-1] for part in (base, vars(base).get("__init__"))):
         section = re.search(r"^(?:Attributes|Args):\n((?:\s+.*\n?|\n)+)", doc or "", re.MULTILINE)
@@ -126,7 +126,7 @@ _LISTS: Final = (list, tuple, Sequence)
 def _words(hint: Any) -> str:
     """Describe a type hint in JSON terms, for clients in any language.
 
-    Return "" if only the constructor can validate values of the type.
+    Return "" if only the constructor can validate values of this type.
     """
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(filter(None, map(_words, get_args(hint))))

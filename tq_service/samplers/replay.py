@@ -17,18 +17,18 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySampler(Sampler):
-    """Fills part of each batch with fresh samples (never delivered before) and draws the rest at random by priority.
+    """Fills part of each batch with fresh (never delivered) samples, and draws the rest at random by priority.
 
     Samples are drawn with replacement. A sample with priority p is drawn with probability p**exponent / Σ p**exponent,
     as in T. Schaul, J. Quan, I. Antonoglou, D. Silver, "Prioritized Experience Replay", ICLR 2016. With
     `batch_unit="group"`, entire named groups are delivered. The priority of a group is the mean priority of its
-    samples. With `batch_unit="rollout"`, rollouts are delivered in this way. Draws depend only on the seed, the number
-    of earlier plans, and the ready samples.
+    samples. With `batch_unit="rollout"`, entire rollouts are delivered in the same way. Draws depend only on the seed,
+    the number of earlier plans, and the ready samples.
 
     Attributes:
-        fresh: share of each batch that is reserved for fresh samples, oldest first. 0: the entire batch is drawn by
+        fresh: fraction of each batch that is reserved for fresh samples, oldest first. 0: the entire batch is drawn by
             priority.
-        priority_key: custom_meta column that contains each sample's priority, at least 0. Samples without a value have
+        priority_key: custom_meta column that contains each sample's non-negative priority. Samples without a value have
             priority 0. null: all samples have equal priority.
         exponent: exponent applied to priorities. 0: all samples with a nonzero priority are equally likely.
         seed: seed for the random draws.
@@ -45,7 +45,7 @@ class ReplaySampler(Sampler):
 
     def __post_init__(self) -> None:
         if not 0 <= self.fresh <= 1:
-            raise ValueError(f"fresh: got {self.fresh}, expected a share of 0 to 1")
+            raise ValueError(f"fresh: got {self.fresh}, expected a fraction from 0 to 1")
         if not 0 <= self.exponent < math.inf:
             raise ValueError(f"exponent: got {self.exponent}, expected a finite number of at least 0")
         if self.seed < 0:
@@ -81,7 +81,7 @@ class ReplaySampler(Sampler):
     def _draw(self, view: View, units: Groups, uses: Indexes, count: int) -> Indexes:
         """Draw up to `count` units with replacement, and return their ids.
 
-        Fewer units are drawn if all units reach `max_uses`.
+        If all units reach `max_uses`, fewer units are drawn.
         """
         may_be_drawn = uses > 0 if self.fresh else np.ones(uses.size, np.bool_)
         drawn, ids = uses[:0], np.flatnonzero(may_be_drawn)
@@ -117,8 +117,8 @@ class ReplaySampler(Sampler):
         if is_bad.any():
             at = int(is_bad.argmax())
             raise InvalidArgumentError(
-                f"{self.priority_key}: got {values[at]!r:.80} for sample {units.rows[at]}; expected a priority, which "
-                "is a finite number of at least 0. Fix the value with SetCustomMeta",
+                f"{self.priority_key}: got {values[at]!r:.80} for sample {units.rows[at]}; expected a finite number "
+                "of at least 0. Correct the priority with SetCustomMeta",
                 field="sampler_config",
                 metadata={"column": self.priority_key},
             )
@@ -141,7 +141,7 @@ def _rows(units: Groups, ids: Indexes) -> Indexes:
 
 
 def _occurrence(values: Indexes) -> Indexes:
-    """Return how often each value occurs earlier in the array."""
+    """Return, for each value, how often it occurs earlier in the array."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     result = np.empty_like(values)

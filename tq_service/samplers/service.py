@@ -1,4 +1,4 @@
-"""Loading of samplers by name, and execution that protects the service from faulty samplers.
+"""Loads samplers by name, and runs them in a way that protects the service from faulty samplers.
 
 A sampler is built in, registered, imported from an installed package, or imported from an arbitrary module. If a
 sampler raises an exception, hangs or returns an invalid plan, only the request that named the sampler fails.
@@ -47,10 +47,10 @@ _LARGEST_INT64: Final = 2**63 - 1
 class SamplerRegistry:
     """A registry that resolves sampler names to sampler objects and validates their options.
 
-    A name refers to a built-in sampler, a registered sampler, or an entry point in the group `tq_service.samplers`. If
-    the service allows it, a name can also have the form `module:Class`. Third-party samplers are imported in a thread
-    on first use. Samplers are stateless, so a single instance serves all requests with equal options. Use a registry on
-    one event loop only.
+    A name refers to a built-in sampler, a registered sampler, or an entry point in the `tq_service.samplers` group. If
+    the service allows imports, a name can also have the form `module:Class`. Third-party samplers are imported in a
+    thread on first use. Samplers are stateless, so a single instance serves all requests with the same options. Use a
+    registry on only one event loop.
     """
 
     def __init__(self, *, allow_import: bool = False, max_instances: int = 256) -> None:
@@ -71,13 +71,13 @@ class SamplerRegistry:
         """Register a sampler class under a name.
 
         Raises:
-            ValueError: the name is empty, contains a colon or belongs to another class, or `cls` is not a Sampler.
+            ValueError: the name is empty, contains a colon or belongs to a different class, or `cls` is not a Sampler.
         """
         if not name or ":" in name:
             raise ValueError(f"name: got {name!r}, expected a non-empty name without a colon")
         if self._classes.get(name, cls) is not cls:
             raise ValueError(
-                f"name: {name!r} is already used by {self._classes[name].__qualname__}; choose another name"
+                f"name: {name!r} is already used by {self._classes[name].__qualname__}; choose a different name"
             )
         _check_class(name, cls)
         self._classes[name] = cls
@@ -97,7 +97,7 @@ class SamplerRegistry:
         return await self.resolve_json(name, config_json)
 
     async def resolve_json(self, name: str, config_json: str) -> Sampler:
-        """Return a sampler like `resolve`, with options given as canonical JSON (with sorted keys)."""
+        """Return a sampler as `resolve` does, but with options in canonical JSON (with sorted keys)."""
         key = (name, config_json)
         sampler = self._instances.get(key)
         if sampler is None:
@@ -155,12 +155,12 @@ async def _import(name: str, load: Callable[[], Any]) -> type[Sampler]:
     except ImportError as error:
         raise _not_loaded(
             name,
-            f"sampler: {name!r} cannot be imported by the service: {type(error).__name__}: {error}; install it "
+            f"sampler: the service could not import {name!r}: {type(error).__name__}: {error}; install it "
             "where the service runs, or add it to the service's PYTHONPATH",
         ) from error
     except BaseException as error:  # third-party code may raise any exception, even SystemExit
         raise _not_loaded(
-            name, f"sampler: {name!r} cannot be loaded by the service: {type(error).__name__}: {error}"
+            name, f"sampler: the service could not load {name!r}: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -176,8 +176,8 @@ def _import_class(name: str) -> Any:
 def _check_class(name: str, kind: Any) -> type[Sampler]:
     if not inspect.isclass(kind) or not issubclass(kind, Sampler):
         raise ValueError(
-            f"sampler {name!r}: got {kind!r}; expected a class with a method plan(view, request) that is derived from "
-            "tq_service.samplers.Sampler"
+            f"sampler {name!r}: got {kind!r}; expected a class that is derived from tq_service.samplers.Sampler and "
+            "has a method plan(view, request)"
         )
     return kind
 
@@ -189,7 +189,7 @@ class PlanRunner:
     kill a hung thread, so the number of planning threads is limited to `max_threads`. If some threads hang, the
     remaining threads continue to run plans. If all threads hang, plans that need a thread fail immediately. A hung
     thread becomes available again when its plan returns. The threads are daemon threads, so a hung plan does not
-    prevent the process from exiting. Use a runner on one event loop only.
+    prevent the process from exiting. Use a runner on only one event loop.
     """
 
     def __init__(self, *, max_threads: int = 4, timeout_seconds: float = 30.0) -> None:
@@ -202,7 +202,7 @@ class PlanRunner:
         if max_threads < 1:
             raise ValueError(f"max_threads: got {max_threads}, expected at least 1")
         if not timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds: got {timeout_seconds}, expected more than 0")
+            raise ValueError(f"timeout_seconds: got {timeout_seconds}, expected a number greater than 0")
         self._timeout_seconds = timeout_seconds
         self._max_threads = max_threads
         self._free_threads = asyncio.Semaphore(max_threads)
@@ -212,7 +212,7 @@ class PlanRunner:
 
     @property
     def hung_samplers(self) -> list[str]:
-        """Names of the samplers whose plans are past their deadlines. Each hung thread contributes one name."""
+        """Names of the samplers whose plans have exceeded their deadlines. Each hung thread contributes one name."""
         now = asyncio.get_running_loop().time()
         return sorted(name for name, deadline in self._running if deadline <= now)
 
@@ -292,7 +292,7 @@ class PlanRunner:
         if len(hung) == self._max_threads:
             names = sorted(set(hung))
             raise SamplerTimeoutError(
-                f"sampler {sampler.name!r} cannot run: all {self._max_threads} planning threads are stuck in "
+                f"sampler {sampler.name!r} could not run because all {self._max_threads} planning threads are stuck in "
                 f"{', '.join(map(repr, names))}; fix these samplers and restart the server",
                 metadata={"sampler": sampler.name, "hung": ",".join(names)},
             )
@@ -302,7 +302,7 @@ class PlanRunner:
         except TimeoutError:
             raise SamplerTimeoutError(
                 f"sampler {sampler.name!r} did not get one of the {self._max_threads} planning threads within "
-                f"{self._timeout_seconds} s; raise sampler_threads, or request smaller batches",
+                f"{self._timeout_seconds} s; increase sampler_threads, or request smaller batches",
                 metadata={"sampler": sampler.name},
             ) from None
 
@@ -320,7 +320,7 @@ class PlanRunner:
     async def _wait(self, sampler: Sampler, future: asyncio.Future[T], deadline: float) -> None:
         """Wait until the future is done or the deadline passes.
 
-        A late future is not cancelled here. A sampler may ignore cancellation, and would then block the caller.
+        A late future is not cancelled here, because a sampler that ignores cancellation would block the caller.
         """
         loop = asyncio.get_running_loop()
         done, _ = await asyncio.wait([future], timeout=max(deadline - loop.time(), 0.0))
@@ -351,7 +351,7 @@ async def _guarded_await(sampler: Sampler, plan: Awaitable[T]) -> T:
 
 
 def _retrieve(task: asyncio.Future[T]) -> None:
-    """Retrieve a task's exception, to prevent asyncio from logging "exception was never retrieved" after a timeout."""
+    """Retrieve a task's exception to prevent asyncio from logging "exception was never retrieved" after a timeout."""
     if not task.cancelled():
         task.exception()
 
@@ -367,16 +367,16 @@ def _failure(sampler: Sampler, error: BaseException) -> SamplerError:
 
 
 def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
-    """Validate and normalise the plan returned by a sampler. The planner checks whether the rows are ready.
+    """Validate and normalize the plan returned by a sampler. The planner checks whether the rows are ready.
 
-    A normalised plan can always be journaled and sent. Otherwise, an error after the rows were consumed would lose the
-    rows. Numpy integers are converted to Python integers, and instances of subclasses to instances of the classes in
+    A normalized plan can always be journaled and sent, so no error after the rows are consumed can lose the rows. Numpy
+    integers become Python integers, and instances of subclasses become instances of the classes in
     `tq_service.state.plan`.
 
     Raises:
-        SamplerError: `plan` is not a Plan, does not have one part per rank, or contains no rows. Also if a row is
-            repeated without `consumed`, if a rank's positions are repeated or out of range, if the ranks have different
-            numbers of steps or packs, or if a value does not have the type declared in `tq_service.state.plan`.
+        SamplerError: `plan` is not a Plan, does not have one part per rank, or contains no rows. Also raised if a row
+            is repeated without `consumed`, a rank's positions are repeated or out of range, the ranks have different
+            numbers of steps or packs, or a value does not have the type declared in `tq_service.state.plan`.
     """
     try:
         return None if plan is None else _checked(plan, request)
@@ -407,14 +407,14 @@ def _checked(plan: object, request: PlanRequest) -> Plan:
     if not rows.size and not dropped.size:
         raise _MalformedPlanError("a plan without rows", "at least one row, or None if too few are ready")
     if plan.consumed is None:
-        remedy = "every row at most once over all ranks, unless `consumed` is given"
+        remedy = "every row at most once across all ranks, unless `consumed` is set"
         _check_unique("row", rows, remedy)
     else:
         _check_array("consumed", plan.consumed)
         _check_unique("consumed row", plan.consumed.copy(), "every row at most once")
         rows = np.union1d(rows, plan.consumed)
         if rows.size > MOST_SAMPLES:  # the limit applies to distinct rows, which may be repeated any number of times
-            raise _MalformedPlanError(f"{rows.size} rows", f"at most {MOST_SAMPLES} over all ranks")
+            raise _MalformedPlanError(f"{rows.size} rows", f"at most {MOST_SAMPLES} across all ranks")
     if dropped.size:
         remedy = "every row at most once, and only rows that are neither delivered nor consumed"
         _check_unique("dropped row", np.concatenate([np.unique(rows), dropped]), remedy)
@@ -436,7 +436,7 @@ def _plain(part: RankPlan) -> RankPlan:
 
 
 def _check_unique(what: str, rows: Indexes, remedy: str) -> None:
-    """Raise _MalformedPlanError if a row is repeated. Sorts `rows` in place."""
+    """Raise _MalformedPlanError if a row is repeated. `rows` is sorted in place."""
     rows.sort()
     is_repeated = rows[1:] == rows[:-1]
     if is_repeated.any():
@@ -476,7 +476,7 @@ def _check_packs(rank: int, part: RankPlan) -> None:
         if isinstance(padding, bool) or not isinstance(padding, int | np.integer):
             raise _MalformedPlanError(f"padding_tokens as {type(padding).__name__}", "an int")
         if not 0 <= padding <= _LARGEST_INT64:
-            raise _MalformedPlanError(f"padding_tokens of {padding}", "an int of 0 to 2**63 - 1")
+            raise _MalformedPlanError(f"padding_tokens of {padding}", "an int from 0 to 2**63 - 1")
     if not packs:
         return
     positions = np.concatenate([pack.positions for pack in packs])
@@ -497,4 +497,4 @@ def _check_array(what: str, array: Any) -> None:
             f"{what} as {type(array).__name__}", "a numpy array of int64, as created by Plan.of(parts)"
         )
     if array.ndim != 1 or array.dtype != np.int64:
-        raise _MalformedPlanError(f"{what} as {array.dtype} of shape {array.shape}", "one dimension of int64")
+        raise _MalformedPlanError(f"{what} as {array.dtype} of shape {array.shape}", "a one-dimensional array of int64")

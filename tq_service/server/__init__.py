@@ -1,1 +1,1 @@
-"""The gRPC server, with its setup, its servicers, and conversions between protobuf messages and core types."""
+"""The gRPC server: setup, servicers, and conversions between protobuf messages and core types."""

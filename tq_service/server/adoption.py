@@ -1,10 +1,10 @@
-"""Detects lost storage services, and finds successors that adopt their puts from a shared mirror.
+"""Detects lost storage services and finds successors that adopt their puts from a shared mirror.
 
     registered -> silent for three heartbeats, or restarted without its puts -> the controller calls a successor -> the
     successor registers under the old name and instance id, at its own address
 
-This state is not persisted. Successors report adopted puts in each heartbeat. After a restart, the controller considers
-an instance lost if samples have cells in it but the instance does not register.
+The state of adoptions is not persisted. Instead, successors report their adopted puts in each heartbeat. After a
+restart, the controller considers an instance lost if it stores cells of samples but does not register.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class _Lost:
     Attributes:
         url: URL of the service's mirror, or "" if unknown.
         since: time at which the loss was detected.
-        search_id: 16 random bytes that identify the search for a successor. A successor that sends this id has read the
+        search_id: 16 random bytes that identify the search for a successor. A successor that sends this id read the
             mirror after the loss was detected.
         successor: name of the most recently called successor, or "" if no successor has been called.
-        agreed_at: time at which the successor replied that it has adopted the puts and will register. None before this
-            reply.
-        late_count: number of calls to the successor that timed out.
-        refused: names of the storage services that could not adopt the puts.
+        agreed_at: time at which the successor replied that it has adopted the puts and will register, or None before
+            this reply.
+        late_count: number of timed-out calls to the successor.
+        refused: names of storage services that could not adopt the puts.
         asking: task that calls the successor.
     """
 
@@ -58,11 +58,11 @@ class _Lost:
 
 
 class Adoptions:
-    """Finds successors that adopt the puts of lost storage services. Use it only on the event loop.
+    """Finds successors that adopt the puts of lost storage services. Use this class only on the event loop.
 
-    A silent storage service may return before a successor has registered. In this case, the successor releases the puts
-    without removing them from the mirror. Time during which this controller could not receive heartbeats does not count
-    as silence.
+    A silent storage service may return before a successor has registered. In that case, the successor releases the puts
+    without removing them from the mirror. Periods in which this controller could not receive heartbeats do not count as
+    silence.
 
     Args:
         storages: registered storage services by name.
@@ -73,8 +73,8 @@ class Adoptions:
 
     Attributes:
         lost: lost instances whose puts have not been adopted yet.
-        expected: instances that contain cells but have not registered since this controller started.
-        taken: successor of each adopted instance, registered under the instance's name.
+        expected: instances that store cells but have not registered since this controller started.
+        taken: successor of each adopted instance. The successor is registered under the instance's name.
         lost_count: number of losses detected since this controller started.
         taken_over_count: number of lost instances adopted by successors since this controller started.
     """
@@ -103,44 +103,45 @@ class Adoptions:
         self._expected_until = 0.0
 
     def expect(self, instances: Iterable[Instance]) -> None:
-        """Expect instances that contain cells to register. An instance that does not register in time is lost."""
+        """Expect instances that store cells to register. An instance that does not register in time counts as lost."""
         self.expected = set(instances)
         self._expected_until = self._clock() + 3 * self._heartbeat_seconds
 
     def lose_held_at(self, address: str) -> None:
-        """Record that all instances adopted by a storage service are lost because the service has restarted."""
+        """Record that all instances adopted by a storage service are lost because the service restarted."""
         for instance, successor in self.taken.items():
             if successor.endpoint.address == address:
                 self.lose(instance, "" if successor.heard.mirror is None else successor.heard.mirror.url)
 
     def lose(self, instance: Instance, url: str) -> None:
-        """Record that an instance is lost. `url` is the URL of its mirror."""
+        """Record the loss of an instance. `url` is the URL of the instance's mirror."""
         if instance not in self.lost and instance not in self._left_nothing:
             _log.warning(LogMessage("lost a storage service", storage=instance[0], boot=instance[1].hex()))
             self.lost[instance] = _Lost(url, self._clock())
             self.lost_count += 1
 
     def check_not_taken(self, instance: Instance) -> None:
-        """Refuse a storage service if another service has adopted its puts.
+        """Reject a storage service whose puts have been adopted by another service.
 
         Raises:
-            PreconditionError: another service has adopted the puts.
+            PreconditionError: another service has adopted the storage service's puts.
         """
         if instance in self.taken:
             raise PreconditionError(
-                f"storage service {instance[0]!r} (instance {instance[1].hex()}) did not report in time, so "
-                "another service has taken over its puts; restart this service to begin with a new, empty instance"
+                f"storage service {instance[0]!r} (instance {instance[1].hex()}) did not send a heartbeat "
+                "in time, so another service has taken over its puts. Restart this service to start with a new, empty "
+                "instance"
             )
 
     def check_successor(self, instance: Instance, address: str, search_id: bytes) -> None:
-        """Refuse a successor that may lack puts because it read the mirror before the lost instance was last seen.
+        """Reject a successor that may lack puts because it read the mirror before the lost instance was last seen.
 
-        If several successors were called after the loss, the first successor to register receives the puts.
+        If several successors were called after the loss, the first one to register receives the puts.
 
         Args:
             instance: adopted instance.
             address: address of the successor.
-            search_id: search id sent by the successor.
+            search_id: search id that the successor sent.
 
         Raises:
             PreconditionError: the successor may have read the mirror too early, or another successor is adopting the
@@ -177,13 +178,13 @@ class Adoptions:
         self.lost.pop(instance, None)
 
     async def run(self) -> None:
-        """Look for lost storage services and call successors until cancelled."""
+        """Repeatedly look for lost storage services and call their successors, until cancelled."""
         while True:
             await asyncio.sleep(self._heartbeat_seconds / _LOOKS_A_HEARTBEAT)
             self.look()
 
     def look(self) -> None:
-        """Look once for lost instances, and call a successor for each lost instance."""
+        """Look for lost instances once, and call a successor for each of them."""
         now = self._clock()
         is_late = self._looked_at is not None and now - self._looked_at > self._heartbeat_seconds
         self._looked_at = now
@@ -221,8 +222,8 @@ class Adoptions:
     def _have_adopted(self, instance: Instance, lost: _Lost, remote: Iterable[RemoteStorage]) -> None:
         """Call a successor for a lost instance.
 
-        The last successor is called again unless it refused. Otherwise, the service with the most free bytes is called,
-        among the services that use the lost instance's mirror.
+        The last successor is called again unless it refused. Otherwise, among the services that use the lost instance's
+        mirror, the service with the most free bytes is called.
         """
         if lost.asking is not None and not lost.asking.done():
             return

@@ -78,7 +78,7 @@ _ETCD_RETRY_SECONDS: Final = 1.0
 _ABORT_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
 _PENDING_SHARE: Final = 4
-"""Divisor of the quota: unwritten recording data may use at most 1/4 of it, so a slow disk does not delay puts."""
+"""Divisor of the quota: unwritten recordings may use at most 1/4 of the quota, so a slow disk does not delay puts."""
 
 
 class App:
@@ -88,14 +88,15 @@ class App:
 
     Attributes:
         settings: settings of the service.
-        supervisor: runs background tasks, and stops the service after a fatal failure.
+        supervisor: runs background tasks and stops the service after a fatal failure.
         port: gRPC port number.
         listener: TLS and access control of the gRPC port.
         health: reports whether the process accepts calls.
-        calls: counts running calls.
-        waiting: counts waiting calls.
+        calls: counter of running calls.
+        waiting: counter of waiting calls.
         cluster: this controller's cluster membership, or None if the controller is not part of a cluster.
-        state_store: persists the state of the controller and the storage service. None if the state is kept in memory.
+        state_store: store that persists the state of the controller and the storage service, or None if the state is
+            kept in memory.
         storage: the storage service, or None if this process does not run one.
         controller: the controller, or None if this process does not run one.
         metrics: the Prometheus metrics endpoint, or None if metrics are off.
@@ -168,14 +169,15 @@ class App:
 
         Args:
             settings: settings of the service.
-            supervisor: runs all background tasks. When it reports a fatal failure, the app stops serving immediately.
+            supervisor: supervisor of all background tasks. When it reports a fatal failure, the app stops serving
+                immediately.
 
         Raises:
             OSError: the address is in use, or the process cannot listen on it.
             DataDirError: the data directory is in use or unusable.
             JournalDamagedError: the state in the data directory cannot be recovered.
             DiskFullError: the data directory's disk is full.
-            InvalidArgumentError: the settings prevent calls to the controller, or recording cannot start.
+            InvalidArgumentError: the settings make calls to the controller impossible, or recording cannot start.
         """
         closing = contextlib.AsyncExitStack()
         try:
@@ -243,7 +245,7 @@ class App:
         return controller
 
     async def _record(self, where: str) -> None:
-        """Start recording batches. If the destination does not respond, the service continues without recording.
+        """Start recording batches. If the destination does not respond, continue without recording.
 
         Raises:
             DataDirError: the recording directory is unusable.
@@ -257,7 +259,7 @@ class App:
 
         settings, store, controller, storage = self.settings, self.state_store, self.controller, self.storage
         if controller is None or storage is None:
-            raise InvalidArgumentError("record requires role all; unset record, or use role all", field="record")
+            raise InvalidArgumentError("record requires role all. Unset record, or use role all", field="record")
         quota = MOST_PENDING_BYTES if settings.max_bytes is None else settings.max_bytes
         recorder = Recorder(
             place_of(where, sync=settings.durability == "disk", segments=storage.segments),
@@ -276,7 +278,7 @@ class App:
         self.supervisor.start("recording steps", recorder.run())
 
     def _add_services(self, instruments: Instruments | None) -> None:
-        """Add the services to the server, wrapped in the middleware."""
+        """Add the gRPC services to the server, wrapped in the middleware."""
         settings = self.settings
         middleware: list[Middleware] = [ObservedCalls(instruments)]
         if settings.traces:
@@ -315,11 +317,11 @@ class App:
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, server)
 
     def _serve_metrics(self, instruments: Instruments) -> Endpoint:
-        """Start the Prometheus metrics endpoint.
+        """Start the endpoint for Prometheus metrics.
 
         Raises:
             OSError: the address is in use, or the process cannot listen on it.
-            InvalidArgumentError: the extra `metrics` is not installed.
+            InvalidArgumentError: the `metrics` extra is not installed.
         """
         settings = self.settings
         with _needing_extra("metrics", "metrics_port"):
@@ -363,9 +365,9 @@ class App:
         return opened
 
     def _begin(self, store: StateStore | None) -> None:
-        """Recover the state from the data directory, and persist all later changes.
+        """Recover the state from the data directory and persist all later changes.
 
-        If there is no data directory, only start the leases.
+        Without a data directory, only start the leases.
         """
         if store is not None:
             self._recover(store)
@@ -409,13 +411,13 @@ class App:
             start("releasing old samples", regularly(_LOOK_SECONDS, release_old))
 
     def _take_up(self) -> None:
-        """Start serving as the cluster's leader. Called once this controller has caught up with the log."""
+        """Start serving as the cluster's leader, once this controller has caught up with the log."""
         if self.controller is not None:
             self.controller.take_up()
         self.health.serve()
 
     def _on_standing(self, may_answer: bool) -> None:
-        """Accept calls if this controller leads the cluster. Otherwise, end running calls and refuse new calls."""
+        """Accept calls if this controller leads the cluster. Otherwise, end running calls and reject new ones."""
         if may_answer:
             self.health.serve()
         else:
@@ -447,10 +449,10 @@ class App:
             expired += count
             await asyncio.sleep(0)
         if expired:
-            _log.warning(LogMessage("puts expired without a commit; their producers may have died", count=expired))
+            _log.warning(LogMessage("uncommitted puts expired; their producers may have died", count=expired))
 
     def _fail(self) -> None:
-        """Report unhealthy and end all calls, because no response may be sent after a fatal failure."""
+        """Report that the service is unhealthy and end all calls. After a fatal failure, no response may be sent."""
         self._drain()
         self._stop_server(None)
 
@@ -460,7 +462,7 @@ class App:
             self.controller.drain()
 
     def _stop_server(self, grace_seconds: float | None) -> asyncio.Task[None]:
-        """Start stopping the server unless it is already stopping. Return the task that stops it.
+        """Start stopping the server unless it is already stopping. Return the task that stops the server.
 
         The first call sets the grace period for running calls. The server is stopped only once, because overlapping
         stops may crash gRPC.
@@ -470,7 +472,7 @@ class App:
         return self._stopping
 
     async def abort(self) -> None:
-        """Stop within two seconds after a failure. No data is flushed, as if the process had been killed."""
+        """Stop within two seconds after a failure, without flushing any data, as if the process had been killed."""
         await asyncio.wait((self._stop_server(None),), timeout=_ABORT_SECONDS)
         if self.storage is not None:
             self.storage.end_transfers()
@@ -479,8 +481,8 @@ class App:
     async def stop(self, grace_seconds: float) -> None:
         """Stop the service gracefully and release all resources.
 
-        The service reports unhealthy, ends waiting calls, and waits for running calls to finish. It spends the rest of
-        the grace period on copying unmirrored puts to the mirror.
+        The service reports that it is unhealthy, ends waiting calls, and waits for running calls to finish. The rest of
+        the grace period is spent copying unmirrored puts to the mirror.
         """
         ends_at = time.monotonic() + grace_seconds
         self._drain()
@@ -498,7 +500,7 @@ def _needing_extra(extra: str, setting: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise InvalidArgumentError(
-            f"{setting} is set, but the package {error.name} is missing; install tq-service[{extra}], or unset "
+            f"{setting} is set, but the package {error.name} is missing. Install tq-service[{extra}], or unset "
             f"{setting}",
             field=setting,
         ) from error
@@ -531,11 +533,11 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
 
     Args:
         settings: settings of the service.
-        announce: called with each status line, such as the listening address, that should be shown to the user.
+        announce: function called with each status line to show to the user, such as the listening address.
 
     Returns:
-        0 after SIGTERM or SIGINT, 1 if the service could not start, or `FAILED_EXIT_CODE` after a fatal failure. After
-        a fatal failure, the process must exit immediately, without waiting for its remaining threads.
+        The exit code is 0 after SIGTERM or SIGINT, 1 if the service could not start, or `FAILED_EXIT_CODE` after a
+        fatal failure. In the last case, the process must exit immediately, without waiting for its remaining threads.
     """
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -571,7 +573,7 @@ async def _started(settings: ServeSettings, stopping: asyncio.Event) -> App | No
         try:
             return await App.start(settings, Supervisor())
         except JournalUnreachableError as error:
-            _log.warning(LogMessage("waiting for etcd to respond before the service starts", error=error))
+            _log.warning(LogMessage("waiting for etcd to respond before starting the service", error=error))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), _ETCD_RETRY_SECONDS)
     return None
@@ -601,7 +603,7 @@ def _what_it_is(app: App) -> str:
 
 @contextlib.asynccontextmanager
 async def running(settings: ServeSettings) -> AsyncIterator[App]:
-    """Run the service in another program, such as a test, for the duration of an `async with` block.
+    """Run the service inside another program, such as a test, for the duration of an `async with` block.
 
     Raises:
         ServiceFailedError: the service failed. The body of the block is cancelled at its next `await`.
@@ -618,25 +620,26 @@ async def running(settings: ServeSettings) -> AsyncIterator[App]:
 
 
 class StorageProcess:
-    """The storage service in this process, with its bulk port and the memory that it shares with local clients.
+    """The storage service in this process, including its bulk port and the memory shared with local clients.
 
     Args:
         settings: settings of the service.
         port: gRPC port number.
-        store: persists the state. None if the state is kept in memory.
+        store: store that persists the state, or None if the state is kept in memory.
         supervisor: runs background tasks.
-        tls_context: returns the current TLS context for the bulk port. None for plaintext.
+        tls_context: function that returns the current TLS context for the bulk port. None for plaintext.
 
     Attributes:
         engine: stores the puts.
         endpoint: endpoint at which clients reach the storage service.
-        shared_memory: shares memory with clients on this host. None if shared memory is off.
-        bulk: the bulk port. None if it is off.
-        keys: receipt keys of the controllers.
-        mirroring: manages the mirror and the instances adopted from lost storage services. None without a mirror.
-        mirror: mirror of this service's own puts. None without a mirror.
-        journal: journal of the puts in the data directory. None without a data directory.
-        segments: files that store the puts in the data directory. None without a data directory.
+        shared_memory: server that shares memory with clients on this host, or None if shared memory is off.
+        bulk: the bulk port, or None if it is off.
+        keys: keys with which the controllers sign receipts.
+        mirroring: manager of the mirror and of the instances adopted from lost storage services, or None without a
+            mirror.
+        mirror: mirror of this service's own puts, or None if no mirror is configured.
+        journal: journal of the puts in the data directory, or None without a data directory.
+        segments: files that store the puts in the data directory, or None without a data directory.
         registration: tracks how long this service is certain to remain registered with the controller.
 
     Raises:
@@ -692,9 +695,9 @@ class StorageProcess:
 
         Args:
             settings: settings of the service.
-            controller: controller in this process, which handles commits included in puts. None if the controller runs
-                in another process.
-            waiting: counts waiting calls.
+            controller: controller in this process that handles commits included in puts, or None if it runs in another
+                process.
+            waiting: counter of waiting calls.
         """
         return StorageServicer(
             self.engine,
@@ -718,11 +721,11 @@ class StorageProcess:
         return [] if self.mirroring is None else [each.engine for each in self.mirroring.adopted.values()]
 
     def adopted_stats(self) -> list[EngineStat]:
-        """Return the statistics of the adopted instances. Their puts count toward this service's quota."""
+        """Return the statistics of the adopted instances. Adopted puts count toward this service's quota."""
         return [engine.stat() for engine in self._adopted()]
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a complete put, which may be an adopted put. Return None for an unknown put."""
+        """Return the partition of a complete put, which may be adopted. Return None for an unknown put."""
         engines = [self.engine, *self._adopted()]
         found = {partition for engine in engines if (partition := engine.partition_of(put_id)) is not None}
         # If puts in several partitions have this id, return a name that only tokens for all partitions cover.
@@ -753,20 +756,20 @@ class StorageProcess:
             self.shared_memory.drain()
 
     def trim(self) -> None:
-        """Release unused memory. Call this method regularly."""
+        """Release unused memory. This method should be called regularly."""
         for engine in (self.engine, *self._adopted()):
             engine.trim()
 
     async def flush(self, seconds: float) -> None:
         """Wait up to `seconds` for all puts to be mirrored.
 
-        Puts that are still unmirrored after this time are lost when the process exits.
+        Puts that are still unmirrored after `seconds` are lost when the process exits.
         """
         if self.mirror is not None and (unmirrored_bytes := await self.mirror.flush_all(seconds)):
             _log.warning(LogMessage("stopped before all puts were mirrored", unmirrored_bytes=unmirrored_bytes))
 
     def end_transfers(self) -> None:
-        """Stop sharing memory with clients on this host, and end all bulk connections."""
+        """Stop sharing memory with clients on this host and end all bulk connections."""
         if self.shared_memory is not None:
             self.shared_memory.close()
         if self.bulk is not None:
@@ -796,7 +799,7 @@ def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) 
         raise InvalidArgumentError(
             f"mirror_memory_bytes needs an object store whose objects survive a power loss, but objects in "
             f"{redacted(settings.mirror)} are only known to survive the loss of a {objects.abilities.survives}. If the "
-            "store keeps them on disk, add survives=power to its URL; otherwise unset mirror_memory_bytes.",
+            "store keeps them on disk, add survives=power to its URL. Otherwise, unset mirror_memory_bytes.",
             field="mirror_memory_bytes",
         )
     return Mirroring(

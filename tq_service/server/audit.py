@@ -1,4 +1,4 @@
-"""The audit log, with a line for each refused call and each administrative call. It contains no secrets or payloads."""
+"""The audit log, with a line for each refused or administrative call. The log contains no secrets or payloads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_KINDS: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditLine:
-    """A line of the audit log. Text from callers, such as names, is escaped and truncated in the output.
+    """A line of the audit log. Text supplied by callers, such as names, is escaped and truncated in the output.
 
     Attributes:
         decision: whether the call was refused or allowed.
@@ -24,9 +24,9 @@ class AuditLine:
         peer: address of the caller.
         certificate: common name of the caller's TLS certificate, or "" without a certificate.
         token: name of the caller's token, or "" if the token is missing or unknown.
-        partition: partition that caused the refusal, or the first partition named in the request. "" if the request
-            names no partition.
-        reason: reason for a refusal.
+        partition: partition that caused the refusal, the first partition named in the request, or "" if the request
+            names none.
+        reason: reason for the refusal, or "" if the call was allowed.
         repeats: number of similar refusals summarized by this line. The first refusal is logged separately.
     """
 
@@ -56,8 +56,8 @@ class Audit:
     """Writes the audit log.
 
     Args:
-        repeat_seconds: time after a refusal during which refusals with an equal token, method, host and reason are only
-            counted. After this time, a single line with their number is logged. If 0, each refusal is logged.
+        repeat_seconds: time after a refusal during which refusals with the same token, method, host and reason are only
+            counted. When the time is up, a single line with the count is logged. If 0, each refusal is logged.
         clock: monotonic clock that returns seconds.
     """
 
@@ -70,7 +70,7 @@ class Audit:
         self._kinds: dict[tuple[str, ...], tuple[float, AuditLine]] = {}
 
     def note(self, line: AuditLine) -> None:
-        """Write a line. If the line repeats a recent refusal, only count it."""
+        """Write a line, or only count it if it repeats a recent refusal."""
         if line.decision == "allowed" or self._repeat_seconds <= 0:
             self._write(line)
             return
@@ -87,7 +87,7 @@ class Audit:
         self._write(line)
 
     def flush(self, *, everything: bool = False) -> None:
-        """Write the summary lines of refusals whose counting time has ended, or of all counted refusals."""
+        """Write summary lines for refusals whose counting period has ended, or for all counted refusals."""
         now = self._clock()
         # Kinds are sorted by end time, because the counting time is equal for all kinds.
         while self._kinds:

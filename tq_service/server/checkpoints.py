@@ -60,8 +60,8 @@ class Checkpoints:
     Args:
         catalog: catalog of partitions.
         storages: storage services that store the samples' bytes.
-        store: persists the state. None if the state is kept in memory.
-        checkpoint_dir: parent directory of all checkpoints. None if checkpoints are off.
+        store: store that persists the state, or None if the state is kept in memory.
+        checkpoint_dir: parent directory of all checkpoints, or None if checkpoints are off.
     """
 
     def __init__(
@@ -81,17 +81,16 @@ class Checkpoints:
     # Writing
 
     async def write(self, name: str, metadata: str = "", prefix: str = "") -> pb.CheckpointResponse:
-        """Write a checkpoint of the current state, with the caller's `metadata`, which must be a JSON object.
+        """Write a checkpoint of the current state and the caller's `metadata`, which must be a JSON object.
 
-        The checkpoint contains all partitions whose names begin with `prefix`. Their names are stored without the
-        prefix.
+        The checkpoint contains all partitions whose names begin with `prefix`. The names are stored without the prefix.
 
         Raises:
             InvalidArgumentError: the name is invalid, its directory is unusable, or the metadata is not a JSON object.
             PreconditionError: another checkpoint is being written or restored, or checkpoint_dir is not set.
             DiskFullError: the disk is full.
-            DataLossError: some samples' bytes have been lost.
-            UnavailableError: a storage service cannot be reached.
+            DataLossError: the bytes of some samples have been lost.
+            UnavailableError: a storage service could not be reached.
         """
         await _in_thread(check_json_object, "metadata", metadata)
         path = await _in_thread(checkpoint_path, self._checkpoint_dir, name)
@@ -151,7 +150,7 @@ class Checkpoints:
     # Listing
 
     async def page(self, *, prefix: str, size: int, token: str) -> pb.ListCheckpointsResponse:
-        """Return a page of checkpoints whose names begin with a prefix. See `find_names` for `size` and `token`.
+        """Return a page of checkpoints whose names begin with a prefix. For `size` and `token`, see `find_names`.
 
         Raises:
             PreconditionError: checkpoint_dir is not set.
@@ -176,7 +175,7 @@ class Checkpoints:
         return answer
 
     def _summary(self, name: str) -> pb.CheckpointSummary | None:
-        """Read a checkpoint's summary. Return None if the checkpoint no longer exists."""
+        """Read the summary of a checkpoint. Return None if the checkpoint no longer exists."""
         path, file_bytes = checkpoint_path(self._checkpoint_dir, name), 0
         try:
             file_bytes = path.stat().st_size
@@ -192,20 +191,21 @@ class Checkpoints:
     async def restore(
         self, request_id: bytes, name: str, *, replace: bool = False, prefix: str = ""
     ) -> pb.RestoreResponse:
-        """Restore a checkpoint, adding a prefix to its partition names. Runs once per request_id.
+        """Restore a checkpoint, adding a prefix to its partition names. A request_id is handled only once.
 
-        If `replace` is set, the checkpoint replaces all partitions whose names begin with the prefix. These partitions
-        remain usable until the checkpoint's bytes have been stored. They are removed atomically when the new state
-        becomes visible. No partition can be changed while the new state is being persisted.
+        If `replace` is set, the checkpoint replaces all partitions whose names begin with the prefix. The replaced
+        partitions remain usable until the checkpoint's bytes have been stored. The replaced partitions are removed
+        atomically when the new state becomes visible. No partition can be changed while the new state is being
+        persisted.
 
         Raises:
             InvalidArgumentError: the checkpoint does not exist, or the request_id belongs to another call.
             SnapshotDamagedError: the checkpoint is damaged.
             NewerVersionError: a newer version of the service wrote the checkpoint.
-            PreconditionError: partitions with the prefix exist but `replace` is not set, another checkpoint is being
+            PreconditionError: partitions with the prefix exist and `replace` is not set, another checkpoint is being
                 written or restored, or checkpoint_dir is not set.
-            QuotaExceededError: the storage services lack capacity for the checkpoint's bytes.
-            UnavailableError: a storage service cannot be reached.
+            QuotaExceededError: the storage services lack the capacity for the checkpoint's bytes.
+            UnavailableError: a storage service could not be reached.
         """
         recorded: pb.RestoreResponse | None = self._catalog.recorded(request_id, pb.RestoreResponse)
         if recorded is not None:
@@ -245,7 +245,7 @@ class Checkpoints:
         *,
         prefix: str,
     ) -> None:
-        """Persist the restored state. Then atomically replace all partitions with the prefix by the restored state."""
+        """Persist the restored state. Then atomically replace all partitions with the prefix."""
         catalog, answers = self._catalog, checkpoint.state.answers
 
         policies = [replace(policy, name=prefix + policy.name) for policy in checkpoint.state.policies]
@@ -294,7 +294,7 @@ class Checkpoints:
     @contextlib.contextmanager
     def _alone(self, what: str) -> Iterator[None]:
         if self._running is not None:
-            raise PreconditionError(f"a checkpoint is being {self._running}; retry after it has finished")
+            raise PreconditionError(f"another checkpoint is being {self._running}. Retry after it has finished")
         self._running = what
         try:
             yield
@@ -304,7 +304,7 @@ class Checkpoints:
 
 @contextlib.asynccontextmanager
 async def _pauses() -> AsyncIterator[list[float]]:
-    """Yield a list with a single element: the longest time, in seconds, for which the event loop has been blocked."""
+    """Yield a one-element list that holds the longest time, in seconds, for which the event loop was blocked."""
     late = [0.0]
 
     async def watch() -> None:
@@ -328,7 +328,7 @@ async def _in_thread(work: Callable[..., Answer], *arguments: Any) -> Answer:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Run a coroutine to completion and return its result. A cancelled caller still waits for the coroutine to end."""
+    """Run a coroutine to completion and return its result. Even a cancelled caller waits for the coroutine to end."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         return await asyncio.shield(task)
@@ -338,7 +338,7 @@ async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
-    """Return the columns of a block with their bytes, which are a few MiB or a single larger row."""
+    """Return the columns of a block with their bytes. A block is a few MiB in size, or contains one larger row."""
     values = memoryview(b"".join(checkpoint.values(block)))
     ends = list(accumulate(column.value_bytes for column in block.columns))
     return [
@@ -356,7 +356,7 @@ def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
 def _renamed(
     partitions: Sequence[PartitionSnapshot], rename: Callable[[str], str], prefix: str = ""
 ) -> list[PartitionSnapshot]:
-    """Rename the partitions whose names begin with a prefix. Names in their admissions and leases are also changed.
+    """Rename the partitions whose names begin with a prefix, including references in admissions and leases.
 
     Raises:
         InvalidArgumentError: a new name is too long.
@@ -376,7 +376,7 @@ def _renamed(
 
 
 def _of_renamed(claim: Claim, rename: Callable[[str], str]) -> Claim:
-    """Return a claim of a renamed partition. If another partition shares the claim's lease, rename it too."""
+    """Rename the partition that a claim's lease is shared with, if any, and return the claim."""
     if claim.lease is None or not claim.lease.shared_with:
         return claim
     return replace(claim, lease=replace(claim.lease, shared_with=rename(claim.lease.shared_with)))

@@ -1,9 +1,9 @@
-"""A controller in a cluster. It follows the log, leads once elected, and exits when another controller takes over.
+"""A controller in a cluster, which follows the log, leads once elected, and exits when another controller takes over.
 
     open -> restore snapshot -> follow the log ... elected -> read the rest of the log -> serve ... superseded: fatal
 
 A superseded controller may have changes in memory that are not in the log, so it cannot become a standby. Instead, its
-process exits, and becomes a standby after a restart.
+process exits and becomes a standby after a restart.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _LOOK_SECONDS: Final = 0.05  # interval between checks of a lease that may have 
 
 
 class ClusterMember:
-    """A controller's cluster membership. Use it from a single event loop. Calls to etcd run in threads.
+    """A controller's cluster membership. Use each member from a single event loop. Calls to etcd run in threads.
 
     Args:
         settings: settings of the service.
@@ -79,10 +79,11 @@ class ClusterMember:
         supervisor: runs background tasks and is notified of fatal failures.
 
     Attributes:
-        store: persists the controller's state.
+        store: store that persists the controller's state.
         controller_id: id shared by all controllers in the cluster.
         name: name of the cluster.
-        member_id: name of this controller in the cluster. It remains the same until the data directory is deleted.
+        member_id: name of this controller in the cluster. The name remains the same until the data directory is
+            deleted.
 
     Raises:
         JournalUnreachableError: etcd does not respond.
@@ -91,7 +92,7 @@ class ClusterMember:
 
     def __init__(self, settings: ServeSettings, address: str, credentials: Credentials, supervisor: Supervisor) -> None:
         if settings.data_dir is None or settings.cluster is None:
-            raise InvalidArgumentError("a cluster needs the settings cluster and data_dir; set both", field="cluster")
+            raise InvalidArgumentError("a cluster needs both cluster and data_dir; set both settings", field="cluster")
         self.address = address
         self._credentials = credentials
         self._supervisor = supervisor
@@ -133,14 +134,14 @@ class ClusterMember:
         self._standbys: list[ControllerStatus] = []  # updated about every second while this controller leads
 
     def add_services(self, server: Any) -> None:
-        """Add the service that other controllers in the cluster call to a gRPC server."""
+        """Add to a gRPC server the service that the cluster's other controllers call."""
         add_ClusterServiceServicer_to_server(SnapshotServicer(self.store), server)
 
     # Status
 
     @property
     def may_answer(self) -> bool:
-        """Whether this controller leads and is certain that no other controller leads."""
+        """Whether this controller leads the cluster and is certain that no other controller does."""
         return self._is_serving and self._leadership is not None and self._leadership.is_held
 
     @property
@@ -156,24 +157,24 @@ class ClusterMember:
         return 0 if self._leader is None else self._leader.epoch
 
     def statuses(self) -> list[ControllerStatus]:
-        """Return the status of all controllers. Valid only while this controller leads."""
+        """Return the status of each controller in the cluster. The result is valid only while this controller leads."""
         own = ControllerStatus(name=self.member_id, address=self.address, is_leader=True, epoch=self.epoch, lag_count=0)
         return [own, *self._standbys]
 
     def lags(self) -> dict[str, int]:
-        """Return each standby's lag in records, by standby name. Valid only while this controller leads."""
+        """Return the lag of each standby in records, by name. The result is valid only while this controller leads."""
         return {each.name: each.lag_count for each in self._standbys}
 
     # Lifecycle
 
     async def run(self, catalog: Catalog, take_up: Callable[[], None], on_standing: Callable[[bool], None]) -> None:
-        """Run as a standby until elected, then start to lead. Return once this controller leads.
+        """Run as a standby until elected, then start leading the cluster. Return once this controller leads.
 
         Args:
             catalog: catalog of partitions, initially empty.
-            take_up: called once the state is complete and calls can be served.
-            on_standing: called with False when another controller may lead, and with True when this controller's lease
-                is found to be valid after all.
+            take_up: function called once the state is complete and calls can be served.
+            on_standing: function called with False when another controller may lead, and with True if this controller's
+                lease turns out to be still valid.
 
         Raises:
             TqError: a fatal failure occurred.
@@ -203,7 +204,7 @@ class ClusterMember:
         self._supervisor.start("watching the lease", self._watch_lease(leadership, on_standing))
         _log.info(
             LogMessage(
-                "this controller leads its cluster",
+                "this controller now leads the cluster",
                 cluster=self.name,
                 epoch=leadership.epoch,
                 partitions=len(catalog.names()),
@@ -214,7 +215,7 @@ class ClusterMember:
         )
 
     async def _watch_lease(self, lease: Lease, on_standing: Callable[[bool], None]) -> None:
-        """Report when the lease may have expired. This is based on the clock, because etcd may be unreachable."""
+        """Report when the lease may have expired according to the clock, because etcd may be unreachable."""
         was_held = True
         while True:
             await asyncio.sleep(max(_LOOK_SECONDS, lease.held_until - time.monotonic()))
@@ -223,13 +224,13 @@ class ClusterMember:
                 continue
             was_held = is_held
             if is_held:
-                _log.info(LogMessage("the lease is still valid in etcd; answering calls again", cluster=self.name))
+                _log.info(LogMessage("the lease is still valid in etcd; accepting calls again", cluster=self.name))
             else:
-                _log.warning(LogMessage("the lease may have expired; refusing calls", cluster=self.name))
+                _log.warning(LogMessage("the lease may have expired; rejecting calls", cluster=self.name))
             on_standing(is_held)
 
     async def _restore(self, catalog: Catalog) -> int:
-        """Restore the newest local snapshot. If the log lacks later records, restore the leader's snapshot instead."""
+        """Restore the newest local snapshot, or the leader's snapshot if the log does not contain all later records."""
         number = max(snapshot_numbers(self.store.data_dir.path), default=0)
 
         def has_log_since() -> bool:
@@ -242,13 +243,13 @@ class ClusterMember:
         return number
 
     async def _fetch(self, number: int) -> int:
-        """Wait for a snapshot of the leader whose number is at least `number`. Fetch it and return its number."""
+        """Wait for a snapshot from the leader whose number is at least `number`, fetch it, and return its number."""
         while True:
             leader = await asyncio.to_thread(self._election.leader)
             if leader is None or leader.address == self.address:
                 _log.error(
                     LogMessage(
-                        "this controller needs a snapshot from the leader, but no other controller leads; start the "
+                        "this controller needs a snapshot from the leader, but no other controller leads. Start the "
                         "controller that led last, or restore a checkpoint into another cluster",
                         cluster=self.name,
                         snapshot=number,
@@ -289,10 +290,10 @@ class ClusterMember:
             self._supervisor.fatal("this controller's lease has expired, so another controller may lead")
 
     async def _catch_up(self, following: asyncio.Future[Any]) -> None:
-        """Wait until this controller has nearly caught up with the log, or until no other controller leads.
+        """Wait until this controller has almost caught up with the log, or until no other controller leads.
 
         A controller that is far behind must not win the election against a controller that could lead immediately. The
-        log continues to grow during the wait.
+        log keeps growing during the wait.
         """
         while not following.done():
             with contextlib.suppress(JournalUnreachableError):
@@ -339,7 +340,9 @@ class ClusterMember:
         if leader != self._leader:
             self._leader = leader
             _log.info(
-                LogMessage("this controller is a standby", cluster=self.name, leader=leader.address, epoch=leader.epoch)
+                LogMessage(
+                    "this controller is now a standby", cluster=self.name, leader=leader.address, epoch=leader.epoch
+                )
             )
 
     async def _publish_always(self) -> None:
@@ -353,7 +356,7 @@ class ClusterMember:
             await asyncio.sleep(_PUBLISH_SECONDS)
 
     async def close(self) -> None:
-        """Leave the cluster so that another controller can lead immediately. Close the state store first."""
+        """Leave the cluster so that another controller can lead immediately. The state store must be closed first."""
         self._is_serving = False
         self._election.close()
         self._standing_by.shutdown(wait=False)
@@ -363,7 +366,7 @@ class ClusterMember:
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:
-    """Retrieve the exception of a future, so that asyncio does not log it if no task awaits the future."""
+    """Retrieve a future's exception so that asyncio does not log the exception if no task awaits the future."""
     if not done.cancelled():
         done.exception()
 
@@ -391,12 +394,12 @@ class SnapshotServicer(ClusterServiceServicer):
 
 
 async def fetch_snapshot(address: str, credentials: Credentials, directory: Path, least_number: int) -> int:
-    """Download a controller's newest snapshot to a data directory, and return the snapshot's number.
+    """Download a controller's newest snapshot to a data directory and return the snapshot's number.
 
     Raises:
         grpc.aio.AioRpcError: the call failed before the complete snapshot was received.
-        UnavailableError: the snapshot is incomplete, or its number is less than `least_number`.
-        OSError: the snapshot cannot be written.
+        UnavailableError: the snapshot is incomplete, or its number is lower than `least_number`.
+        OSError: the snapshot could not be written.
     """
     peer: Peer[ClusterServiceAsyncStub] = Peer(address, credentials, ClusterServiceStub)
     async with contextlib.aclosing(peer):
@@ -410,7 +413,7 @@ async def fetch_snapshot(address: str, credentials: Credentials, directory: Path
             raise UnavailableError(f"the snapshot from {address} is empty")
         number, size, count = part.number, part.size_bytes, 0
         if number < least_number:
-            raise UnavailableError(f"{address} sent snapshot {number}; expected at least {least_number}")
+            raise UnavailableError(f"{address} sent snapshot {number}; expected snapshot {least_number} or later")
         writer = FileWriter(snapshot_path(directory, number))
         try:
             while part is not None:

@@ -1,4 +1,4 @@
-"""gRPC methods of the controller, which convert requests, call the core, and convert results to responses."""
+"""The controller's gRPC methods, which convert requests, call the core, and convert results to responses."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ PackedAnswer: TypeAlias = tuple[str, bytes]
 def _once(
     change: Callable[[ControllerServicer, Request], Answer],
 ) -> Callable[[ControllerServicer, Request, Context], Awaitable[Answer]]:
-    """Decorate a change so that it runs once per `request_id`. Retries receive the recorded response."""
+    """Decorate a mutating method so that it runs once per `request_id`. Retries receive the recorded response."""
     answer: type = get_type_hints(change)["return"]
 
     async def method(self: ControllerServicer, request: Request, context: Context) -> Answer:
@@ -98,21 +98,22 @@ def _once(
 class ControllerServicer(
     controller_service_pb2_grpc.ControllerServiceServicer, storage_registry_pb2_grpc.StorageRegistryServiceServicer
 ):
-    """Implements `ControllerService` and `StorageRegistryService`. The protos document each method.
+    """Implements `ControllerService` and `StorageRegistryService`. Each method is documented in the protos.
 
     Args:
         settings: settings of the service.
         catalog: catalog of partitions.
         runner: runs samplers.
         storages: registry of storage services.
-        waiting: counts waiting calls.
-        store: persists the state. None if the state is kept in memory.
+        waiting: counter of waiting calls.
+        store: store that persists the state, or None if the state is kept in memory.
         shared_memory: whether this process shares memory with clients on this host.
-        controllers: returns the status of each controller in the cluster, or an empty sequence without a cluster.
+        controllers: function that returns the status of each controller in the cluster, or an empty sequence without a
+            cluster.
 
     Attributes:
-        batches: serves CallMany streams. Set by the code that adds this servicer to a server.
-        recording: records batches. None if recording is off.
+        batches: handler of CallMany streams, set by the code that adds this servicer to a server.
+        recording: recorder of batches, or None if recording is off.
     """
 
     batches: Batches
@@ -155,7 +156,7 @@ class ControllerServicer(
         self._explainer = Explainer(catalog, runner)
 
     def take_up(self) -> None:
-        """Start leases and reconcile puts. Called after the state has been recovered."""
+        """Start leases and reconcile puts after the state has been recovered."""
         self.catalog.start_leases()
         self.storages.recover()
 
@@ -203,7 +204,7 @@ class ControllerServicer(
         return await self._described(partition)
 
     async def _described(self, partition: Partition) -> pb.DescribePartitionResponse:
-        """Describe a partition. Yield to the event loop after every few tasks."""
+        """Describe a partition, yielding to the event loop after every few tasks."""
         description = description_of(self.catalog, self.backlogs, partition)
         await asyncio.sleep(0)
         tasks = []
@@ -297,7 +298,7 @@ class ControllerServicer(
         claim = converters.leased_claim(request)
         if claim is None:
             raise InvalidArgumentError(
-                "claim is unset; send the leased claim whose samples are to be truncated", field="claim"
+                "claim is not set; send the leased claim that contains the samples to truncate", field="claim"
             )
         change = SamplesTruncated(
             partition_id=partition.partition_id,
@@ -548,7 +549,7 @@ class ControllerServicer(
         if request.HasField("epoch"):
             task.check_epoch(request.epoch)
         if not (request.HasField("trained") or request.HasField("saved")):
-            raise InvalidArgumentError("neither trained nor saved is set; set one or both", field="trained")
+            raise InvalidArgumentError("neither trained nor saved is set; set at least one of them", field="trained")
         self.catalog.commit(read_message(TaskAdvanced, request))
         return pb.AdvanceResponse(
             trained_batch_count=task.trained + 1,
@@ -566,7 +567,7 @@ class ControllerServicer(
         if batch_count:
             _log.warning(
                 LogMessage(
-                    "ranks restarted from a checkpoint; samples will be trained on again",
+                    "ranks restarted from a checkpoint; some samples will be trained on again",
                     partition=request.partition_id,
                     task=request.task_name,
                     first_batch=trained + 1,
@@ -667,14 +668,14 @@ class ControllerServicer(
         storage = request.storage
         if not storage.storage_id or not storage.address or len(storage.boot_id) != 16:
             raise InvalidArgumentError(
-                "storage is incomplete; a storage service must send a storage_id, an address and a boot_id of 16 bytes",
+                "storage is incomplete; expected a storage_id, an address and a boot_id of 16 bytes",
                 field="storage",
             )
         check_name("storage_id", storage.storage_id)
         check_name("address", storage.address)
         if (count := len(request.overdue_put_ids)) > MOST_OVERDUE_PUTS:
             raise InvalidArgumentError(
-                f"overdue_put_ids lists {count} puts, expected at most {MOST_OVERDUE_PUTS}; send the rest "
+                f"overdue_put_ids lists {count} puts; expected at most {MOST_OVERDUE_PUTS}. Send the rest "
                 "in the next call",
                 field="overdue_put_ids",
             )
@@ -684,7 +685,7 @@ class ControllerServicer(
 def _named_indexes(
     request: pb.ReleaseClaimRequest | pb.AckClaimRequest | pb.RequeueDeadLetteredRequest,
 ) -> Indexes | None:
-    """Return the sample indexes listed in a request, or None (all samples) if the list is empty."""
+    """Return the sample indexes listed in a request, or None if the list is empty, which means all samples."""
     return decode_integers(request.global_indexes) if request.global_indexes else None
 
 
@@ -692,7 +693,7 @@ def _named_indexes(
 
 
 def pack_answer(answer: Message) -> PackedAnswer:
-    """Convert a response to its message type in `tq_service.v1` and its serialized bytes, so that it can be recorded.
+    """Convert a response to its `tq_service.v1` type name and serialized bytes for recording.
 
     A message object uses 2 KB of memory, whereas its serialized form uses a few hundred bytes.
     """

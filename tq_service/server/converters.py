@@ -81,14 +81,14 @@ def sample_write(
     """Convert the `write` field of an Insert or Commit request."""
     if write.global_indexes and not write.incarnation:
         raise InvalidArgumentError(
-            "global_indexes are set without incarnation; send the incarnation of the BatchMeta that contains them",
+            "global_indexes are set without an incarnation; send the incarnation of the BatchMeta with these indexes",
             field="incarnation",
         )
     for column in columns:
         if column.row_count != write.row_count:
             raise InvalidArgumentError(
-                f"field {column.spec.name!r} has {column.row_count} rows for {write.row_count} samples; send one row "
-                f"per sample",
+                f"field {column.spec.name!r} has {column.row_count} rows for {write.row_count} samples; "
+                "send one row per sample",
                 field="row_count",
                 metadata={
                     "field_name": column.spec.name,
@@ -100,12 +100,13 @@ def sample_write(
     claim = leased_claim(write)
     if write.ack and claim is None:
         raise InvalidArgumentError(
-            "ack is set without a claim; send the leased claim whose samples are to be acknowledged, or unset ack",
+            "ack is set without a claim; send the leased claim that contains the samples to acknowledge, or unset ack",
             field="ack",
         )
     if write.append_at and claim is None:
         raise InvalidArgumentError(
-            "append_at is set without a claim; send the leased claim of the samples to append to", field="append_at"
+            "append_at is set without a claim; send the leased claim that contains the samples to append to",
+            field="append_at",
         )
     return SampleWrite(
         row_count=write.row_count,
@@ -134,7 +135,7 @@ def group_write(write: commit_pb2.SampleWrite, put: Put, columns: Sequence[Colum
     """Convert the `write` field of a commit that writes to groups.
 
     Raises:
-        InvalidArgumentError: a field is set that applies only to samples, or the numbers of groups and rows differ.
+        InvalidArgumentError: a field that applies only to samples is set, or the numbers of groups and rows differ.
     """
     for name in sorted({each.name for each, _ in write.ListFields()} - _OF_GROUP_WRITES):
         raise InvalidArgumentError(
@@ -143,9 +144,8 @@ def group_write(write: commit_pb2.SampleWrite, put: Put, columns: Sequence[Colum
         )
     if write.key_mode == commit_pb2.KEY_MODE_NEW or len(write.groups) != write.row_count:
         raise InvalidArgumentError(
-            f"write contains {len(write.groups)} groups, row_count {write.row_count} and key_mode "
-            f"{KEY_MODES.decode(write.key_mode)} with of_groups; expected one group per row, and key_mode upsert "
-            f"or existing",
+            f"write sets of_groups with {len(write.groups)} groups, row_count {write.row_count} and key_mode "
+            f"{KEY_MODES.decode(write.key_mode)}; expected one group per row, and key_mode upsert or existing",
             field="groups" if len(write.groups) != write.row_count else "key_mode",
         )
     return GroupsWritten(
@@ -169,7 +169,7 @@ def _column_writes(columns: Iterable[ColumnShape]) -> list[ColumnWrite]:
 
 
 def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
-    """Convert a request for slots to the write that creates the slots.
+    """Convert a request for slots into the write that creates the slots.
 
     Args:
         request: request for slots.
@@ -182,7 +182,7 @@ def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
     for name in ("global_indexes", "key_mode", "state", "claim", "rows_per_put", "append_at", "of_groups"):
         if name in {field.name for field, _ in write.ListFields()}:
             raise InvalidArgumentError(
-                f"write sets {name}, but slots are always new samples in state held; unset {name}",
+                f"write sets {name}, but slots are always new samples in state held. Unset {name}",
                 field=f"write.{name}",
             )
     return replace(
@@ -214,14 +214,14 @@ def placement(message: commit_pb2.PutPlacement) -> Put:
     storage: metadata_pb2.StorageEndpoint = message.storage
     if len(message.put_id) != 16 or len(storage.boot_id) != 16 or not storage.storage_id:
         raise InvalidArgumentError(
-            "placement lacks a storage_id, or a boot_id or put_id of 16 bytes; send the placement that Put returned",
+            "placement lacks a storage_id, or a boot_id or put_id of 16 bytes; send the placement returned by Put",
             field="placement",
         )
     return Put(storage.storage_id, storage.boot_id, message.put_id)
 
 
 def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
-    """Return the part of a GetMeta request that is equal for all ranks and batches. The parsed result is cached."""
+    """Return the part of a GetMeta request that is the same for all ranks and batches. The parsed result is cached."""
     _check_size(request, "name fewer fields")
     alike = pb.GetMetaRequest()
     alike.CopyFrom(request)
@@ -244,7 +244,7 @@ def read_step_times(request: pb.GetMetaRequest) -> StepTimes:
 
 
 def _check_size(request: Message, remedy: str) -> None:
-    """Refuse a request that is too large to stay in memory while its call waits."""
+    """Reject a request that is too large to be kept in memory while its call waits."""
     if request.ByteSize() > _MOST_CLAIM_BYTES:
         largest = max(request.ListFields(), key=lambda field: _size_alone(request, field[0].name))[0].name
         raise InvalidArgumentError(
@@ -256,7 +256,7 @@ def _check_size(request: Message, remedy: str) -> None:
 
 
 def _size_alone(request: Message, name: str) -> int:
-    """Return the size of a request field in bytes."""
+    """Return the size of a single request field in bytes."""
     rest = type(request)()
     rest.CopyFrom(request)
     rest.ClearField(name)
@@ -280,7 +280,7 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
         lease = LeaseTerms(seconds=read_seconds("lease", request.lease), max_deliveries=request.max_deliveries or None)
     elif request.max_deliveries:
         raise InvalidArgumentError(
-            f"max_deliveries is {request.max_deliveries} without a lease; set lease too", field="max_deliveries"
+            f"max_deliveries is {request.max_deliveries}, but lease is not set; set lease too", field="max_deliveries"
         )
     return ClaimRequest(
         request_id=request.request_id,
@@ -299,12 +299,12 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
 
 
 def rank_of(request: pb.GetMetaRequest) -> Rank | None:
-    """Return the rank and batch index in a request, or None if the caller is a queue worker."""
+    """Return the rank and batch index from a request, or None if the caller is a queue worker."""
     return Rank.of(**{name: getattr(request, name) if request.HasField(name) else None for name in _RANK_FIELDS})
 
 
 def selection(request: pb.LookupSamplesRequest) -> Selection:
-    """Return the selection of a lookup request. If `all_samples` is set, listed samples are ignored."""
+    """Return the selection of a lookup request. If `all_samples` is set, any listed samples are ignored."""
     if request.HasField("max_wait"):
         _check_size(request, "name fewer samples or groups")
     where = tuple(read_message(Condition, each) for each in request.where)
@@ -324,10 +324,10 @@ def _question(request: pb.LookupSamplesRequest) -> str:
 
 
 def page_token(request: pb.LookupSamplesRequest) -> str:
-    """Return the page token in a request.
+    """Return the page token from a request.
 
     Raises:
-        InvalidArgumentError: the token is from a lookup with a different selection.
+        InvalidArgumentError: the token comes from a lookup with a different selection.
     """
     if not request.page_token:
         return ""
@@ -342,7 +342,7 @@ def changed_selection(
 ) -> Selection:
     """Return the selection of samples to change.
 
-    If the request lists no samples, the selection contains all samples that match the conditions and tasks.
+    If the request lists no samples, all samples that match the conditions and tasks are selected.
 
     Args:
         request: request that changes samples.
@@ -353,8 +353,8 @@ def changed_selection(
     others = bool(request.keys or request.groups or request.rollouts)
     if request.HasField("claim") and (others or not indexes.size):
         raise InvalidArgumentError(
-            "claim is set without global_indexes, or with keys, groups or rollouts; name the claim's samples only by "
-            "their indexes",
+            "claim is set without global_indexes, or together with keys, groups or rollouts; specify the claim's "
+            "samples only by global_indexes",
             field="claim",
         )
     is_all = bool(where or skipped_by or request.task_name) and not (indexes.size or others)
@@ -374,14 +374,14 @@ def changed_selection(
 
 
 def written_meta(written: Written) -> metadata_pb2.BatchMeta:
-    """Return the metadata for the response to a write, without information that the client already has."""
+    """Return the metadata for the response to a write, omitting information that the client already has."""
     meta = groups_meta(written)
     set_indexes(meta, written.global_indexes)
     return meta
 
 
 def groups_meta(written: Written) -> metadata_pb2.BatchMeta:
-    """Return the metadata for the response to a group write. It contains no samples."""
+    """Return the metadata for the response to a group write. The metadata lists no samples."""
     return _meta_of(written.partition, fields=[encode_spec(spec) for spec in written.specs])
 
 
@@ -466,7 +466,7 @@ def samples_meta(
     data_fields: Sequence[str],
     endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return metadata of existing samples, with locations of the `data_fields` that all samples have."""
+    """Return metadata of existing samples, including the locations of the `data_fields` that all of them have."""
     positions = partition.table.find(rows)
     meta = located_meta(partition, positions, data_fields, endpoints)
     if partition.groups.in_use:
@@ -516,12 +516,12 @@ def nothing_found(request: pb.LookupSamplesRequest, *, not_yet: bool) -> pb.Look
 
 
 def all_meta(partition: Partition, rows: Indexes, endpoints: Endpoints | None) -> metadata_pb2.BatchMeta:
-    """Return all metadata of existing samples, including every field that any of the samples has.
+    """Return all metadata of existing samples, including every field that at least one of them has.
 
     Args:
         partition: partition of the samples.
         rows: global indexes of the samples.
-        endpoints: returns the endpoint of a storage service. None to omit cell locations.
+        endpoints: function that returns the endpoint of a storage service, or None to omit cell locations.
     """
     produced = partition.cells.produced_by(partition.table.find(rows))
     meta = samples_meta(partition, rows, list(produced), endpoints)
@@ -535,9 +535,9 @@ def located_meta(
     data_fields: Sequence[str],
     endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return metadata of the samples at the given positions, with locations of the `data_fields` that all samples have.
+    """Return metadata of the samples at given positions, with the locations of the `data_fields` that all samples have.
 
-    If `endpoints` is None, locations are omitted.
+    If `endpoints` is None, the locations are omitted.
     """
     cells = partition.cells
     known = [name for name in data_fields if name in cells.fields]
@@ -609,7 +609,7 @@ def _add_steps(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
 
 @lru_cache(maxsize=256)
 def _totals_of(totals: tuple[TotalsOfStep, ...], summed: tuple[str, ...]) -> bytes:
-    """Return a serialized BatchMeta with the totals of a batch, which are equal for all ranks."""
+    """Return a serialized BatchMeta with the totals of a batch, which are the same for all ranks."""
     meta = metadata_pb2.BatchMeta()
     for samples, rollouts, groups, tokens, sums in totals:
         meta.totals.add(

@@ -1,14 +1,14 @@
-"""Credential files for tokens, the certificate, and the internal secret. They are reloaded when they change.
+"""Credential files for tokens, the certificate, and the internal secret. The files are reloaded when they change.
 
 A token has 256 random bits and is stored as its SHA-256 digest. Tokens cannot be guessed, so a slow hash would add no
-security, but would allow clients to overload the service with wrong tokens. Tokens are looked up by digest. Callers
-cannot choose the digest of a token, so the duration of a lookup reveals nothing about stored tokens.
+security, but would let clients overload the service with invalid tokens. Tokens are looked up by digest. Callers cannot
+choose a token's digest, so the duration of a lookup reveals nothing about the stored tokens.
 
 The services of a deployment share an internal secret, which distinguishes calls by services from calls by clients.
 Services never send the secret itself. Instead, they send a proof derived from the secret. A separate value is derived
 for each purpose, and no derived value reveals another value. If all services run on one machine and use only its
-loopback address, the secret does not need to be configured. In this case, the first service creates the secret file in
-a directory that only its user can enter.
+loopback address, the secret does not need to be configured. In that case, the first service creates the secret file in
+a directory that only its user can access.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ALL_PARTITIONS: Final = ""
 _MARK: Final = "tq_"  # lets secret scanners find a leaked token
 _RANDOM_BYTES: Final = 32
 INTERNAL_KEY: Final = "tq-internal"
-"""Metadata key of the proof that a calling service knows the internal secret."""
+"""Metadata key for the proof that a calling service knows the internal secret."""
 SHORTEST_SECRET: Final = 32
 _LONGEST_SECRET: Final = 4096
 _CALLS: Final = "tq_service internal calls 1"
@@ -59,14 +59,14 @@ _ACCEPT_OLD_SECONDS: Final = 60.0
 class ReloadingFiles(ABC):
     """A set of files that is loaded at startup and reloaded after changes.
 
-    Changed files are reloaded only after two consecutive checks have found the same state. Otherwise, a file that is
+    Changed files are reloaded only after two consecutive checks have found them in the same state. Otherwise, a file
     being written in place could be read while it is still empty, and an empty tokens file is valid. Each error is
-    logged only once. Loading is retried at each check, because the cause may be outside the files, such as too many
+    logged only once. Loading is retried at each check, because the cause may lie outside the files, such as too many
     open files.
 
     Args:
-        *paths: paths of the files. None for an unused file.
-        what_stays: end of the log message about an error, which states what stays in use until the files are valid.
+        *paths: paths of the files, with None for each unused file.
+        what_stays: end of the log message about an error, stating what stays in use until the files are valid.
 
     Raises:
         InvalidArgumentError: the files are unusable.
@@ -84,7 +84,7 @@ class ReloadingFiles(ABC):
 
     @abstractmethod
     def _read(self) -> None:
-        """Load the files and start using them. Raise InvalidArgumentError if they are unusable."""
+        """Load the files and start using them. Raise InvalidArgumentError if the files are unusable."""
 
     def reload(self) -> None:
         """Reload the files if they have changed and are no longer being written."""
@@ -96,41 +96,42 @@ class ReloadingFiles(ABC):
             self._read()
         except InvalidArgumentError as error:
             if str(error) != self._refused:
-                _log.error(LogMessage(f"could not load a changed file; {self._what_stays}", error=error))
+                _log.error(LogMessage(f"could not load changed files; {self._what_stays}", error=error))
             self._refused = str(error)
         else:
             self._taken, self._refused = signature, ""
 
 
 def check_private(path: Path) -> None:
-    """Refuse a secret file that other users may read or change. Read access for the group is allowed.
+    """Reject a secret file that other users may read or change. Read access for the group is allowed.
 
     Raises:
         OSError: the file does not exist.
-        InvalidArgumentError: other users may access the file.
+        InvalidArgumentError: other users can access the file.
     """
     mode = path.stat().st_mode
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
         raise InvalidArgumentError(
-            f"{path} has mode {stat.S_IMODE(mode):04o}, so other users may read or change it; chmod 0600 or 0640"
+            f"{path} has mode {stat.S_IMODE(mode):04o}, so other users may read or change it; use chmod 0600 or 0640"
         )
 
 
 class ServerCertificate(ReloadingFiles):
     """TLS credentials of a port, reloaded when their files change.
 
-    At each handshake, a gRPC thread requests the certificate and key, and receives the last valid pair. Open
-    connections are not affected. If the files are invalid, for example because only the certificate has been replaced
-    so far, the error is logged and the previous pair stays in use.
+    At each handshake, a gRPC thread requests the certificate and key and receives the last valid pair. Open connections
+    are not affected. If the files are invalid, for example because so far only the certificate has been replaced, the
+    error is logged and the previous pair stays in use.
 
     Args:
         cert: PEM file with the certificate and its chain.
-        key: PEM file with the private key. It must have no passphrase and must not be readable by other users.
-        client_ca: PEM file with the certificate authorities that may sign client certificates (mTLS). None if clients
-            need no certificate.
+        key: PEM file with the private key. The key must have no passphrase, and other users must not be able to read
+            the file.
+        client_ca: PEM file with the certificate authorities that may sign client certificates (mTLS), or None if
+            clients need no certificate.
 
     Attributes:
-        context: TLS context for connections that do not use gRPC. Replaced when the files change.
+        context: TLS context for connections that do not use gRPC, replaced when the files change.
 
     Raises:
         InvalidArgumentError: the files are unusable.
@@ -142,7 +143,7 @@ class ServerCertificate(ReloadingFiles):
         self._delivered = self._current
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials with which gRPC opens the port."""
+        """Return the credentials that gRPC uses to open the port."""
         return grpc.dynamic_ssl_server_credentials(
             self._current,
             self._changed,  # type: ignore[arg-type]  # grpc documents that None means no change
@@ -161,7 +162,7 @@ class ServerCertificate(ReloadingFiles):
                 context.load_verify_locations(self._client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
             if contents != self._contents():
-                raise InvalidArgumentError("the files were replaced while they were being read")
+                raise InvalidArgumentError("the certificate files were replaced while they were being read")
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise InvalidArgumentError(f"could not load {self._cert} and {self._key} for TLS: {_why(error)}") from None
         key, cert, *client_ca = contents
@@ -182,7 +183,7 @@ class ServerCertificate(ReloadingFiles):
 
 
 def check_authorities(setting: str, path: Path) -> None:
-    """Refuse an unusable certificate authority file.
+    """Reject an unusable certificate authority file.
 
     Raises:
         InvalidArgumentError: the file cannot be read or contains no certificates.
@@ -198,7 +199,7 @@ def check_authorities(setting: str, path: Path) -> None:
 
 
 def _no_passphrase() -> str:
-    raise InvalidArgumentError("the key has a passphrase; use a key without a passphrase that only this user may read")
+    raise InvalidArgumentError("the key has a passphrase; use a key without one that only this user may read")
 
 
 def _why(error: OSError | ValueError) -> str:
@@ -208,7 +209,7 @@ def _why(error: OSError | ValueError) -> str:
 
 
 class Token(BaseModel):
-    """An entry of the tokens file. It contains the token's digest instead of the token itself.
+    """An entry in the tokens file, which contains the token's digest instead of the token itself.
 
     Use `make_token` to create a `Token`.
 
@@ -216,21 +217,20 @@ class Token(BaseModel):
         name: name of the token's holder, shown in logs.
         sha256: digest of the token.
         roles: roles of the holder.
-        prefixes: the token is valid for partitions whose names begin with any of these prefixes. "" matches all
-            partitions.
+        prefixes: prefixes of the names of the partitions for which the token is valid. "" matches all partitions.
         expires: expiry time, or None if the token does not expire.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="1 to 64 letters, digits, '.', '_', '-'")
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="1 to 64 letters, digits, '.', '_' or '-'")
     sha256: str = Field(
         pattern="^[0-9a-f]{64}$",
         description="64 hexadecimal digits, as created by `tq-service token new`",
         repr=False,  # a user may have entered the token itself by mistake
     )
-    roles: frozenset[Role] = Field(min_length=1, description=f"a list of at least one of {', '.join(ROLES)}")
-    prefixes: tuple[str, ...] = Field(min_length=1, description="a list of at least one string ('' for all partitions)")
+    roles: frozenset[Role] = Field(min_length=1, description=f"a list of one or more of {', '.join(ROLES)}")
+    prefixes: tuple[str, ...] = Field(min_length=1, description="a list of one or more strings ('' for all partitions)")
     expires: AwareDatetime | None = Field(
         default=None, strict=True, description="a time with its time zone, such as 2027-01-31T00:00:00Z, without quotes"
     )
@@ -241,7 +241,7 @@ class Token(BaseModel):
         return sorted(self.roles, key=ROLES.index)
 
     def is_expired(self) -> bool:
-        """Return whether the token has expired, according to this machine's clock."""
+        """Return whether the token has expired according to this machine's clock."""
         return self.expires is not None and self.expires <= datetime.now(UTC)
 
     def covers(self, partition_id: str) -> bool:
@@ -271,8 +271,8 @@ def make_token(**entry: object) -> Token:
         name = str(error.errors()[-1]["loc"][0])  # pydantic lists errors about unknown keys last
     field = Token.model_fields.get(name)
     if field is None:
-        raise InvalidArgumentError(f"unknown key {name!r:.80}, expected {', '.join(Token.model_fields)}")
-    got = f"got {entry.get(name)!r:.80}, " if field.repr else ""
+        raise InvalidArgumentError(f"unknown key {name!r:.80}; expected one of {', '.join(Token.model_fields)}")
+    got = f"got {entry.get(name)!r:.80}; " if field.repr else ""
     raise InvalidArgumentError(f"{name}: {got}expected {field.description}")
 
 
@@ -291,7 +291,7 @@ def format_entry(token: Token) -> str:
 
 
 def parse_tokens(text: str) -> dict[str, Token]:
-    """Parse the text of a tokens file. Return the tokens by digest.
+    """Parse the text of a tokens file and return the tokens by digest.
 
     Raises:
         InvalidArgumentError: the text is not TOML, an entry is invalid, or two entries have the same name or token.
@@ -299,10 +299,10 @@ def parse_tokens(text: str) -> dict[str, Token]:
     try:
         document = tomllib.loads(text)
     except ValueError as error:
-        raise InvalidArgumentError(f"not TOML: {error}") from None
+        raise InvalidArgumentError(f"the text is not valid TOML: {error}") from None
     entries = document.pop("token", [])
     if document or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise InvalidArgumentError("expected [[token]] entries and nothing else")
+        raise InvalidArgumentError("the text has unexpected content; expected only [[token]] entries")
     tokens: dict[str, Token] = {}
     for number, entry in enumerate(entries, 1):
         try:
@@ -311,35 +311,35 @@ def parse_tokens(text: str) -> dict[str, Token]:
             raise InvalidArgumentError(f"entry {number} ({entry.get('name')!r:.80}): {error}") from None
         if token.sha256 in tokens or token.name in {each.name for each in tokens.values()}:
             raise InvalidArgumentError(
-                f"entry {number}: the name {token.name!r} or its token also occurs in an earlier entry"
+                f"entry {number} repeats the name {token.name!r} or the token of an earlier entry"
             )
         tokens[token.sha256] = token
     return tokens
 
 
 def read_tokens(path: Path) -> dict[str, Token]:
-    """Read a tokens file. Return the tokens by digest.
+    """Read a tokens file and return the tokens by digest.
 
     Raises:
-        InvalidArgumentError: the file cannot be read, other users may access it, or its content is invalid.
+        InvalidArgumentError: the file could not be read, other users can access it, or its content is invalid.
     """
     try:
         check_private(path)
         return parse_tokens(path.read_text())
     except OSError as error:
-        raise InvalidArgumentError(f"the tokens file {path} cannot be read: {error.strerror}") from None
+        raise InvalidArgumentError(f"could not read the tokens file {path}: {error.strerror}") from None
     except ValueError as error:  # InvalidArgumentError, or bytes that are not text
-        raise InvalidArgumentError(f"the tokens file {path}: {error}") from None
+        raise InvalidArgumentError(f"the tokens file {path} is invalid: {error}") from None
 
 
 def append_token(path: Path, token: Token) -> None:
     """Add a token to a tokens file. The file is created if it does not exist.
 
-    The file is replaced atomically. Concurrent calls wait for each other, even in different processes.
+    The file is replaced atomically. Concurrent calls wait for one another, even across processes.
 
     Raises:
-        InvalidArgumentError: the file is invalid, or already has a token with this name.
-        OSError: the file cannot be written.
+        InvalidArgumentError: the file is invalid or already contains a token with this name.
+        OSError: the file could not be written.
     """
     with _locked(path):
         text = ""
@@ -350,11 +350,11 @@ def append_token(path: Path, token: Token) -> None:
 
 
 def remove_token(path: Path, name: str) -> None:
-    """Remove a token from a tokens file. Other entries and comments are kept.
+    """Remove a token from a tokens file, keeping other entries and comments.
 
     Raises:
-        InvalidArgumentError: the file is invalid, cannot be read, or has no token with this name.
-        OSError: the file cannot be written.
+        InvalidArgumentError: the file is invalid, could not be read, or contains no token with this name.
+        OSError: the file could not be written.
     """
     with _locked(path):
         tokens = read_tokens(path)
@@ -368,7 +368,7 @@ def remove_token(path: Path, name: str) -> None:
                 _replace(path, f"{text[:start]}{text[end:]}".rstrip() + "\n")
                 return
         raise InvalidArgumentError(
-            f"the tokens file {path}: the entry of {name!r} is not a separate [[token]] table; remove it with an editor"
+            f"the entry for {name!r} in {path} is not a separate [[token]] table; remove the entry with an editor"
         )
 
 
@@ -414,7 +414,7 @@ class TokenFile(ReloadingFiles):
         tokens: tokens by digest. Each load of the file creates a new mapping.
 
     Raises:
-        InvalidArgumentError: the file cannot be read, other users may access it, or its content is invalid.
+        InvalidArgumentError: the file could not be read, other users can access it, or its content is invalid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -435,13 +435,13 @@ def _quote(text: str) -> str:
 class InternalSecret(ReloadingFiles):
     """The internal secret and its file. If a changed file is invalid, the previous secret stays in use.
 
-    Use it from a single event loop.
+    Use each instance from a single event loop.
 
     Args:
         path: path of the secret file.
-        is_made: whether to create the file if it is missing, and to recreate it if it is removed. If several services
-            start at the same time, one service creates the file and all services read it.
-        is_own: whether the file and its directory must be accessible only to this user. Set this if other users can
+        is_made: whether to create the file if it is missing, and to recreate the file if it is removed. If several
+            services start at the same time, one of them creates the file and all of them read it.
+        is_own: whether the file and its directory must be accessible only to this user. Set `is_own` if other users can
             create files next to the directory, as in /tmp. If false, only the file must not be readable by other users.
         clock: monotonic clock that returns seconds.
 
@@ -465,7 +465,7 @@ class InternalSecret(ReloadingFiles):
 
     @property
     def proof(self) -> str:
-        """Proof to send with calls to other services."""
+        """Proof of the internal secret, to send with calls to other services."""
         is_new = bool(self._old_proof) and self._clock() - self._renewed_at < _SEND_OLD_SECONDS
         return self._old_proof if is_new else self._proof
 
@@ -477,7 +477,7 @@ class InternalSecret(ReloadingFiles):
         return is_present | (is_old & hmac.compare_digest(given, self._old_proof.encode()))
 
     def derive(self, purpose: str) -> bytes:
-        """Derive 32 bytes for a purpose. They reveal neither the secret nor the bytes derived for other purposes."""
+        """Derive 32 bytes for a purpose. The bytes reveal neither the secret nor those derived for other purposes."""
         return hmac.new(self._secret, purpose.encode(), hashlib.sha256).digest()
 
     def reload(self) -> None:
@@ -496,7 +496,7 @@ class InternalSecret(ReloadingFiles):
         except OSError as error:
             advice = "" if self._is_made else "; copy the controller's secret to this path"
             raise InvalidArgumentError(
-                f"the internal secret {self._path} cannot be read: {error.strerror}{advice}",
+                f"could not read the internal secret {self._path}: {error.strerror}{advice}",
                 field="internal_secret_file",
             ) from None
         if secret == self._secret:
@@ -511,7 +511,7 @@ class InternalSecret(ReloadingFiles):
         """Read and validate the secret.
 
         Raises:
-            OSError: the file cannot be read.
+            OSError: the file could not be read.
             InvalidArgumentError: other users may access the file, or its content is not a valid secret.
         """
         if self._is_own:
@@ -531,8 +531,8 @@ class InternalSecret(ReloadingFiles):
             secret = file.read(_LONGEST_SECRET + 1).strip()
         if not SHORTEST_SECRET <= len(secret) <= _LONGEST_SECRET:
             raise InvalidArgumentError(
-                f"the internal secret {self._path} has {len(secret)} characters, expected {SHORTEST_SECRET} to "
-                f"{_LONGEST_SECRET}; create it with `openssl rand -hex 32`",
+                f"the internal secret {self._path} has {len(secret)} characters; expected {SHORTEST_SECRET} to "
+                f"{_LONGEST_SECRET}. Create the secret with `openssl rand -hex 32`",
                 field="internal_secret_file",
             )
         return secret
@@ -556,8 +556,8 @@ class InternalSecret(ReloadingFiles):
             return  # another service has created the file
         except OSError as error:
             raise InvalidArgumentError(
-                f"the internal secret {self._path} does not exist and could not be created ({error.strerror}); set "
-                "internal_secret_file to a file that the services of this deployment share",
+                f"the internal secret {self._path} does not exist and could not be created ({error.strerror}). Set "
+                "internal_secret_file to a file that all services of this deployment share",
                 field="internal_secret_file",
             ) from None
         _log.info(LogMessage("created the internal secret shared by the services of this deployment", path=self._path))
@@ -567,14 +567,14 @@ class ServiceCredentials(Credentials):
     """Credentials for calls between services: the token, the certificate, and the proof of the internal secret.
 
     Attributes:
-        secret: the internal secret, or None.
+        secret: the internal secret, or None if the service has none.
     """
 
     secret: InternalSecret | None = None
 
     @property
     def sent_secret(self) -> str:
-        """Name of the secret that a plaintext connection would reveal, or "" if no secret is sent."""
+        """Name of the secret that a plaintext connection would expose, or "" if no secret is sent."""
         return super().sent_secret or ("the proof of the internal secret" if self.secret is not None else "")
 
     def metadata(self) -> Metadata | None:
@@ -588,11 +588,11 @@ class ServiceCredentials(Credentials):
 
 
 def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret | None:
-    """Return the internal secret of a service, or None if the service does not need a secret.
+    """Return the internal secret of a service, or None if the service does not need one.
 
     Args:
         settings: settings of the service.
-        has_tokens: whether the service requires tokens and has its own token. If true, services can identify each other
+        has_tokens: whether the service requires tokens and has its own token. If so, services can identify each other
             by their tokens.
 
     Raises:
@@ -610,15 +610,17 @@ def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret 
         except InvalidArgumentError as error:
             if settings.role != "all":
                 raise
-            _log.warning(LogMessage("no internal secret; other storage services cannot join this service", error=error))
+            _log.warning(
+                LogMessage("this service has no internal secret, so other storage services cannot join it", error=error)
+            )
             return None
     if settings.role == "all":
         return None
     raise InvalidArgumentError(
-        f"a service of role {settings.role} must distinguish calls by other services from calls by clients. Set the "
+        f"a service with role {settings.role} must distinguish calls by other services from calls by clients. Set the "
         "same internal_secret_file (--internal-secret-file, TQ_INTERNAL_SECRET_FILE; create it with "
         "`openssl rand -hex 32`) for all services. Alternatively, set auth_tokens_file and peer_token_file for all "
-        "services, with tokens of role service (docs/security.md)",
+        "services, using tokens with the service role (docs/security.md)",
         field="internal_secret_file",
     )
 
@@ -634,7 +636,7 @@ def _check_own(path: Path, status: os.stat_result, is_kind: Callable[[int], bool
         return
     raise InvalidArgumentError(
         f"{path} is not private to this user (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}), so "
-        "other users could impersonate a service; remove it, or set internal_secret_file to a file that the services "
+        "other users could impersonate a service. Remove it, or set internal_secret_file to a file that the services "
         "share",
         field="internal_secret_file",
     )

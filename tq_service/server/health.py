@@ -1,4 +1,4 @@
-"""The standard gRPC health service. Watch calls end when the server drains, so they do not delay shutdown."""
+"""The standard gRPC health service. Watch calls end when the server drains, so that they do not delay the shutdown."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NOT_SERVING: Any = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
-    """Reports whether each service of this process accepts calls. The name "" refers to the process itself.
+    """Reports whether each service in this process accepts calls. The name "" refers to the process itself.
 
-    Services are NOT_SERVING until `serve` is called, and after `drain` has been called. On a standby, the process is
-    SERVING, although its services are NOT_SERVING.
+    Services are NOT_SERVING until `serve` is called, and again after `drain` is called. On a standby, the process is
+    SERVING, but its services are NOT_SERVING.
 
-    The servicer in the package `grpc_health` is unsuitable, because it locks all watchers while it writes to a watcher.
-    A client that does not read could therefore delay `drain`, which must finish in a single event-loop iteration. In
-    addition, Watch calls of `grpc_health` end only when the server stops.
+    The servicer in the package `grpc_health` is unsuitable, because it locks all watchers while it writes to any one of
+    them. A client that does not read could therefore delay `drain`, which must finish in a single event-loop iteration.
+    In addition, `grpc_health` ends its Watch calls only when the server stops.
 
     Args:
-        most_watches: maximum number of Watch calls. They need no token, so no other limit applies to them.
+        most_watches: maximum number of Watch calls. These calls need no token, so no other limit applies to them.
     """
 
     def __init__(self, most_watches: int = 1024) -> None:
@@ -37,19 +37,19 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         self._is_draining = False
 
     def add(self, services: Iterable[str]) -> None:
-        """Add services as NOT_SERVING."""
+        """Add services with the status NOT_SERVING."""
         self._statuses |= dict.fromkeys(services, _NOT_SERVING)
 
     def serve(self) -> None:
-        """Report that all services accept calls. Has no effect while the server is draining."""
+        """Report that all services accept calls. This method has no effect while the server is draining."""
         self._set(process=_SERVING, services=_SERVING)
 
     def stand_by(self) -> None:
-        """Report that the process is alive but that its services accept no calls, because another controller leads."""
+        """Report that the process is alive but that its services reject calls because another controller leads."""
         self._set(process=_SERVING, services=_NOT_SERVING)
 
     def drain(self) -> None:
-        """Report that no service accepts calls. This is permanent. Watch calls send the status and end."""
+        """Report permanently that no service accepts calls. Each Watch call sends this status and ends."""
         self._set(process=_NOT_SERVING, services=_NOT_SERVING)
         self._is_draining = True
 
@@ -68,7 +68,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         if status is None:
             names = [name for name in self._statuses if name]
             raise NotFoundError(
-                f"service {request.service[:64]!r} does not exist in this process; {nearest(request.service, names)}",
+                f"this process has no service {request.service[:64]!r}; {nearest(request.service, names)}",
                 metadata={"service": request.service[:64]},
             )
         return health_pb2.HealthCheckResponse(status=status)
@@ -76,7 +76,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
     async def Watch(  # noqa: N802  (the name of the rpc)
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Send the current status of a service, followed by each new status."""
+        """Send the current status of a service and then each new status."""
         sent = None
         with self._watches.one(context):
             while True:

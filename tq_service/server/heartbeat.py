@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
 
 MOST_OVERDUE_PUTS: Final = 4096
-"""Maximum number of puts that a storage service asks about per heartbeat. They take a few milliseconds to process."""
+"""Maximum number of puts that a storage service asks about per heartbeat, which take a few milliseconds to process."""
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 5.0
 _CLUSTER_CALL_SECONDS = 1.5
@@ -60,22 +60,22 @@ async def register_storage(
     registration: Registration | None = None,
     is_adopted: bool = False,
 ) -> None:
-    """Send a storage service's heartbeats to a controller, and drop puts that the controller does not know.
+    """Send a storage service's heartbeats to a controller and drop puts that are unknown to the controller.
 
-    In a cluster, the service registers with the leader. It searches for the leader again if a controller does not
-    respond.
+    In a cluster, the service registers with the leader. If a controller does not respond, the service searches for the
+    leader again.
 
-    An overdue put is dropped if its controller does not know the put. It is also dropped if this service has been
-    registered with a different controller for a long time.
+    An overdue put is dropped if it is unknown to its controller, or if this service has long been registered with a
+    different controller.
 
     Args:
         engine: engine that stores the puts.
-        keys: receives the key for sealing receipts.
+        keys: receipt keys, to which the key for sealing receipts is added.
         endpoint: endpoint at which clients reach the storage service.
-        controller: address of the controller. For a cluster, the addresses of its controllers, separated by commas.
+        controller: address of the controller, or the comma-separated addresses of a cluster's controllers.
         credentials: credentials of this service.
-        registration: renewed when a heartbeat is accepted.
-        is_adopted: whether the puts were adopted from a lost storage service. They are registered under its name.
+        registration: registration to renew whenever a heartbeat is accepted.
+        is_adopted: whether the puts were adopted from a lost storage service and are registered under its name.
 
     Raises:
         PreconditionError: another storage service has adopted the puts, so this process must stop serving them.
@@ -127,7 +127,10 @@ async def register_storage(
                 await asyncio.sleep(0)
         if dropped_count:
             _log.warning(
-                LogMessage("dropped puts unknown to the controller; their producers may have died", count=dropped_count)
+                LogMessage(
+                    "dropped puts that the controller does not know; their producers may have died",
+                    count=dropped_count,
+                )
             )
         return interval_seconds
 
@@ -152,9 +155,9 @@ def _note(error: grpc.aio.AioRpcError, controllers: Controllers, address: str) -
 
 
 def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage, *, has_several: bool) -> float:
-    """Log why a registration failed, and return the number of seconds to wait before the next attempt.
+    """Log why a registration failed and return the number of seconds to wait before the next attempt.
 
-    The storage service continues to report healthy, because it can still serve reads. A restart after a failed probe
+    The storage service still reports that it is healthy, because it can serve reads. A restart after a failed probe
     would lose samples.
     """
     code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None

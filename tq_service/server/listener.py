@@ -1,9 +1,9 @@
-"""The gRPC port, with its TLS, access control, and incoming connections.
+"""The gRPC port, including TLS, access control, and incoming connections.
 
-gRPC limits the number of connections but cannot tell which connections are legitimate. A connection is admitted once a
-call on it passes access control. Every second, a sweep over this process's sockets closes connections that have not
-been admitted within `first_call_seconds`. If an address has too many connections without admission, the sweep closes
-the oldest of them immediately. Callers without a token therefore cannot use up all connections.
+gRPC limits the number of connections but cannot tell which of them are legitimate. A connection is admitted once one of
+its calls passes access control. Every second, a sweep over this process's sockets closes connections that have not been
+admitted within `first_call_seconds`. If an address has too many unadmitted connections, the sweep closes the oldest of
+them immediately. Callers without a token therefore cannot use up all connections.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _LOOK_SECONDS: Final = 1.0
 _SCARCE_SECONDS: Final = 0.1
 _SETTLED_SECONDS: Final = 1.0
 _SHARE: Final = 8
-"""Each address may have up to 1/8 of all connections without admission, and at least 8 connections."""
+"""The unadmitted connections of an address may number up to 1/8 of all connections, but at least 8."""
 _FILES: Final = Path("/proc/self/fd")
 
 
 class Listener:
-    """The gRPC port, with its TLS and access control.
+    """The gRPC port, including TLS and access control.
 
     Args:
         settings: settings of the service.
@@ -65,8 +65,8 @@ class Listener:
         takes_services: whether calls by other services can be distinguished from calls by clients.
 
     Raises:
-        InvalidArgumentError: a configured file is unusable, or the service needs an internal secret or tokens to
-            distinguish services from clients, but neither is configured.
+        InvalidArgumentError: a configured file is unusable, or neither an internal secret nor tokens are configured
+            although the service needs one of them to distinguish services from clients.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -91,7 +91,7 @@ class Listener:
 
     @property
     def tls_context(self) -> Callable[[], ssl.SSLContext] | None:
-        """Function that returns the current TLS context for connections that do not use gRPC. None if TLS is off."""
+        """Function that returns the current TLS context for connections other than gRPC, or None if TLS is off."""
         certificate = self._certificate
         return None if certificate is None else lambda: certificate.context
 
@@ -112,7 +112,7 @@ class Listener:
         except RuntimeError:
             port = 0
         if port == 0:
-            raise OSError(f"cannot listen on {address}")
+            raise OSError(f"could not listen on {address}")
         if not settings.is_secured and not is_loopback(settings.host):
             # Log at level critical so that the message is visible at every log level.
             risk = (
@@ -122,14 +122,14 @@ class Listener:
             )
             _log.critical(
                 LogMessage(
-                    f"INSECURE: {risk}. Use TLS and tokens; see docs/security.md",
+                    f"INSECURE: {risk}. Enable TLS and tokens; see docs/security.md",
                     address=join_address(settings.host, port),
                 )
             )
         return port
 
     def scrape_access(self, loop: asyncio.AbstractEventLoop) -> Access:
-        """Return the access control for the metrics port. Metrics reveal the names of all partitions and tasks."""
+        """Return the access control for the metrics port. The metrics reveal the names of all partitions and tasks."""
         from tq_service.observe.endpoint import Access  # noqa: PLC0415  (requires the extra `metrics`)
 
         return Access(context=self.tls_context, refusal=partial(self.access.refused_scrape, loop))
@@ -151,10 +151,10 @@ class Listener:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Check that this process can listen on an address. gRPC would print the reason for a failure only to stderr.
+    """Check that this process can listen on an address. If it cannot, gRPC would print the reason only to stderr.
 
     Raises:
-        OSError: the address is in use, or is not an address of this machine.
+        OSError: the address is in use or does not belong to this machine.
     """
     if not port:
         return
@@ -170,14 +170,14 @@ def _check_free(host: str, port: int) -> None:
             if error.errno == errno.EADDRINUSE
             else ""
         )
-        raise OSError(f"cannot listen on {join_address(host, port)}: {error.strerror}{in_use}") from None
+        raise OSError(f"could not listen on {join_address(host, port)}: {error.strerror}{in_use}") from None
 
 
 class _Connection(NamedTuple):
     """The socket of an incoming connection.
 
     Attributes:
-        inode: inode of the socket. It differs between sockets that use the same descriptor at different times.
+        inode: inode of the socket. Sockets that use the same descriptor at different times have different inodes.
         peer: gRPC's name for the peer, such as "ipv4:10.0.0.1:4711".
         address: address of the peer, without the port.
         since: time at which the connection was first seen, as returned by `time.monotonic`.
@@ -190,9 +190,9 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """Closes connections that have no admitted call, and connections of given peers. Does nothing without /proc.
+    """Closes connections without an admitted call, and connections of given peers, but only if /proc exists.
 
-    `_admitted_at` is owned by the event loop, and `_connections` by the running sweep.
+    The event loop owns `_admitted_at`, and the running sweep owns `_connections`.
 
     Args:
         admitted_at: time of the first admitted call on each connection, by peer. Entries of closed connections are
@@ -210,9 +210,10 @@ class Connections:
         self._closed_count = 0
 
     async def sweep(self, port: int) -> None:
-        """Close connections to a port that have no admitted call and are too old or too numerous.
+        """Close connections to a port that have no admitted call and are either too old or too numerous.
 
-        Call this method about every second. If few connections are left, the sweep is repeated at a shorter interval.
+        This method should be called about once per second. If few connections are left, the sweep is repeated at a
+        shorter interval.
         """
         while True:
             if await self._sweep(port) <= self._most * 3 // 4:
@@ -220,7 +221,7 @@ class Connections:
             await asyncio.sleep(_SCARCE_SECONDS)
 
     async def _sweep(self, port: int) -> int:
-        """Sweep once, and return the number of connections."""
+        """Sweep the connections once and return their number."""
         now, admitted = time.monotonic(), set(self._admitted_at)
         self._closed_count += await run_in_daemon_thread(
             lambda: self._close_idle(port, admitted, now), thread_name="tq-connections"
@@ -233,7 +234,7 @@ class Connections:
         return len(self._connections)
 
     async def end(self, port: int, peer: str) -> None:
-        """Close a peer's connection. This ends all its calls, even if the peer does not read the responses."""
+        """Close the connection of a peer, ending all its calls even if the peer does not read the responses."""
 
         def close() -> None:
             for descriptor, each in _look(port, {}, time.monotonic()):
@@ -245,11 +246,11 @@ class Connections:
     def report(self) -> None:
         """Log the number of connections closed since the last report."""
         if self._closed_count:
-            _log.warning(LogMessage("closed connections without an authenticated call", count=self._closed_count))
+            _log.warning(LogMessage("closed connections that made no authenticated call", count=self._closed_count))
             self._closed_count = 0
 
     def _close_idle(self, port: int, admitted: set[str], now: float) -> int:
-        """Close connections without an admitted call, and return the number of closed connections. Runs in a thread."""
+        """Close connections without an admitted call, in a separate thread, and return how many were closed."""
         self._connections = dict(_look(port, self._connections, now))
         strangers: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for descriptor, each in self._connections.items():
@@ -267,7 +268,7 @@ class Connections:
 def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tuple[int, _Connection]]:
     """Yield the descriptor and connection of each socket connected to a port.
 
-    A connection in `known` costs only one system call.
+    Each connection in `known` costs only one system call.
     """
     try:
         names = os.listdir(_FILES)  # noqa: PTH208  (thousands of names, every second)
@@ -289,7 +290,7 @@ def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tupl
 
 
 def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
-    """Return gRPC's name for a connection's peer, and the peer's address. Return None for other sockets."""
+    """Return gRPC's name for a connection's peer and the peer's address, or None for other sockets."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family not in {socket.AF_INET, socket.AF_INET6} or connection.getsockname()[1] != port:

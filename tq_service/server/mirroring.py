@@ -32,18 +32,18 @@ class Registration:
     """Tracks whether this storage service is certain to be registered with its controller.
 
     If three heartbeats fail, the controller may consider the service lost, and another service may adopt its puts. From
-    this time on, the lost service must not remove objects from the mirror.
+    then on, the lost service must not remove objects from the mirror.
     """
 
     def __init__(self) -> None:
         self._until = 0.0
 
     def renew(self, sent_at: float, heartbeat_seconds: float) -> None:
-        """Record that a heartbeat sent at the monotonic time `sent_at` was accepted."""
+        """Record that the heartbeat sent at the monotonic time `sent_at` was accepted."""
         self._until = sent_at + 3 * heartbeat_seconds - _MARGIN_SECONDS
 
     def holds(self) -> bool:
-        """Return whether the service is certain to be registered. If so, no other service has adopted its puts."""
+        """Return whether the service is certainly registered, so that no other service has adopted its puts."""
         return time.monotonic() < self._until
 
 
@@ -52,9 +52,9 @@ class Adopted:
     """An instance of a lost storage service whose puts this service has adopted.
 
     Attributes:
-        engine: stores the adopted puts.
-        keys: receipt keys of the registrations under the old name. No receipts are issued for adopted puts.
-        registration: tracks the registration under the old name.
+        engine: engine that stores the adopted puts.
+        keys: receipt keys of the registrations under the lost service's name. No receipts are issued for adopted puts.
+        registration: tracker of the registration under the lost service's name.
         tasks: background tasks of the instance.
     """
 
@@ -65,15 +65,15 @@ class Adopted:
 
 
 class Mirroring:
-    """Manages the mirror of a storage service and its adopted instances. Use it from a single event loop.
+    """Manages the mirror and the adopted instances of a storage service. Use this class from a single event loop.
 
     Args:
-        objects: object store. It is closed by `close`.
+        objects: object store, which `close` closes.
         url: URL of the object store, without secrets.
         node: name of this service's machine.
         copies: desired number of copies of each put.
         required: minimum number of copies of each put.
-        offered_bytes: bytes of memory offered to other nodes for their objects.
+        offered_bytes: memory offered to other nodes for their objects, in bytes.
         supervisor: runs background tasks.
 
     Attributes:
@@ -97,7 +97,7 @@ class Mirroring:
         fixed = objects.abilities.fixed_copies
         if fixed is not None and required > fixed:
             raise InvalidArgumentError(
-                f"mirror_required is {required}, but {url} stores {fixed} copies of each object; lower "
+                f"mirror_required is {required}, but {url} stores only {fixed} copies of each object. Lower "
                 "mirror_required, or use an object store that stores more copies",
                 field="mirror_required",
             )
@@ -116,7 +116,7 @@ class Mirroring:
     def mirror_of(
         self, storage_id: str, boot_id: bytes, registration: Registration, generation: int = 0
     ) -> tuple[Mirror, ObjectWriter]:
-        """Create the mirror of an instance's puts, and the writer of the mirror's objects."""
+        """Create the mirror of an instance's puts and the writer of the mirror's objects."""
         writer = ObjectWriter(
             self._objects,
             Names(storage_id=storage_id, boot_id=boot_id),
@@ -128,12 +128,12 @@ class Mirroring:
         return Mirror(writer, required=self._required, url=self._url), writer
 
     async def run(self, mirror: Mirror, register: Callable[[Adopted], Coroutine[Any, Any, None]]) -> None:
-        """Open the object store, retrying until it responds. Then run the mirror of this service's puts.
+        """Open the object store, retrying until the store responds. Then run the mirror of this service's puts.
 
         Args:
             mirror: mirror of this service's puts.
-            register: keeps an adopted instance registered with the controller until cancelled. Raises PreconditionError
-                if another storage service has adopted the instance.
+            register: coroutine function that keeps an adopted instance registered with the controller until cancelled.
+                The function raises PreconditionError if another storage service has adopted the instance.
         """
         self._register = register
         while True:
@@ -147,7 +147,7 @@ class Mirroring:
         await mirror.run()
 
     async def take_over(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
-        """Adopt the puts of a lost storage service. Adopted puts count toward the quota of this service's engine.
+        """Adopt the puts of a lost storage service. The adopted puts count toward the quota of this service's engine.
 
         Args:
             storage_id: name of the lost service.
@@ -171,7 +171,7 @@ class Mirroring:
         except asyncio.CancelledError:
             if not task.cancelled():  # the caller was cancelled, not the task
                 raise
-            raise UnavailableError("the lost storage service returned and was lost again; retry later") from None
+            raise UnavailableError("the lost storage service returned but was lost again; retry later") from None
 
     def _end_adopting(self, boot_id: bytes, done: asyncio.Task[Adopted]) -> None:
         if boot_id in self._adopting and self._adopting[boot_id][1] is done:
@@ -187,7 +187,7 @@ class Mirroring:
         own: StorageEngine,
         search_id: bytes,
     ) -> Adopted:
-        """Adopt the puts of a lost instance. Before that, end an earlier adoption and release its puts."""
+        """End any earlier adoption of a lost instance, releasing its puts, and adopt the instance's puts."""
         if earlier is not None:
             earlier.cancel()
             await asyncio.wait((earlier,))
@@ -197,7 +197,7 @@ class Mirroring:
                 return known
             await self.leave(known)
         if not self._opened.is_set():
-            raise UnavailableError(f"the mirror {self._url} has not responded yet; retry later")
+            raise UnavailableError(f"the mirror {self._url} has not yet responded; retry later")
         names = Names(storage_id=storage_id, boot_id=boot_id)
         left = await find_left(self._objects, names, copies=self._copies)
         registration = Registration()
@@ -230,19 +230,23 @@ class Mirroring:
         adopted.tasks.append(self._supervisor.start(name, work, may_end=True))
 
     async def _stay_registered(self, adopted: Adopted) -> None:
-        """Keep an adopted instance registered. Release it if another storage service has adopted it."""
+        """Keep an adopted instance registered, and release it if another storage service has adopted it."""
         if self._register is None:
             return
         try:
             await self._register(adopted)
         except PreconditionError as error:
             _log.warning(
-                LogMessage("released puts taken over earlier", storage=adopted.engine.storage_id, error=error.message)
+                LogMessage(
+                    "released puts that had been taken over earlier",
+                    storage=adopted.engine.storage_id,
+                    error=error.message,
+                )
             )
             await self.leave(adopted)
 
     async def _watch(self, adopted: Adopted) -> None:
-        """Release an adopted instance once it has contained no puts for `_IDLE_SECONDS`."""
+        """Release an adopted instance once it has been without puts for `_IDLE_SECONDS`."""
         idle_seconds = 0.0
         while idle_seconds < _IDLE_SECONDS:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -250,7 +254,7 @@ class Mirroring:
         await self.leave(adopted)
 
     async def leave(self, adopted: Adopted) -> None:
-        """Stop serving an adopted instance whose puts have been freed, or adopted by another storage service."""
+        """Stop serving an adopted instance whose puts were freed or adopted by another storage service."""
         self.adopted.pop(adopted.engine.boot_id, None)
         current = asyncio.current_task()
         for task in adopted.tasks:
@@ -260,7 +264,7 @@ class Mirroring:
         adopted.engine.release_all()
 
     async def close(self) -> None:
-        """Close the object store. Objects are kept, because a successor may need them."""
+        """Close the object store. The objects are kept, because a successor may need them."""
         for adopted in list(self.adopted.values()):
             await adopted.engine.close()
         await self._objects.aclose()

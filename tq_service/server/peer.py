@@ -1,4 +1,4 @@
-"""Connections to other services in the deployment, and logging of outages."""
+"""Connections to other services in the deployment, and logging of their outages."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ _NO_ANSWER: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEE
 
 
 class Peer(Generic[Stub]):
-    """A gRPC channel to another service in the deployment, with its stub. Use it from a single event loop.
+    """A gRPC channel and stub for another service in the deployment. Use each peer from a single event loop.
 
     Args:
         address: address of the other service.
         credentials: credentials of this service.
-        make_stub: creates the stub for a channel. Pass the generated class, which is typed for sync channels.
+        make_stub: function that creates the stub for a channel, namely the generated class, which is typed for sync
+            channels.
         options: options of the channel.
 
     Attributes:
-        stub: current stub. Pass `metadata()` to each call.
+        stub: current stub. Each call through the stub needs `metadata()`.
 
     Raises:
-        InvalidArgumentError: the credentials must not be sent to this address, for example in plaintext.
+        InvalidArgumentError: the credentials must not be sent to this address, for example because the connection is
+            plaintext.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Peer(Generic[Stub]):
         self.stub: Stub = make_stub(self._channel)
 
     def metadata(self) -> Metadata | None:
-        """Return call metadata with the credentials, or None if there are no credentials.
+        """Return call metadata that contains the credentials, or None if there are no credentials.
 
         Raises:
             UnauthenticatedError: the token file is unusable.
@@ -61,7 +63,7 @@ class Peer(Generic[Stub]):
         return self._credentials.metadata()
 
     def follow_files(self) -> None:
-        """Open a new channel if the certificates have changed. Call this method after a failed call."""
+        """Open a new channel if the certificates have changed. This method should be called after each failed call."""
         signature = self._credentials.signature()
         if signature == self._opened_with:
             return
@@ -70,7 +72,7 @@ class Peer(Generic[Stub]):
         except InvalidArgumentError as error:  # the files are being replaced, so retry after the next failed call
             _log.warning(
                 LogMessage(
-                    "could not use new certificates; the old ones stay in use", address=self._address, error=error
+                    "could not use the new certificates; the old ones stay in use", address=self._address, error=error
                 )
             )
             return
@@ -102,11 +104,11 @@ class PeerOutage:
         self._problem = ""
 
     def lasts(self, problem: str, error: Exception, level: int = logging.WARNING) -> None:
-        """Record that a call failed. Log the failure if it starts an outage or has a new problem.
+        """Record that a call failed. Log the failure if it starts an outage or reports a new problem.
 
         Args:
             problem: problem as a verb phrase, such as "does not answer".
-            error: error of the call. Its text may differ between attempts.
+            error: error raised by the call. The error's text may differ between attempts.
             level: level of the log message.
         """
         if self._began is None:
@@ -120,7 +122,7 @@ class PeerOutage:
             self._log.log(level, LogMessage(f"{self._peer} {problem}", **self._fields, error=reason))
 
     def is_over(self) -> None:
-        """Record that a call succeeded. If this ends an outage, log the end."""
+        """Record that a call succeeded, and log the end of the outage if there was one."""
         if self._began is not None:
             seconds = round(time.monotonic() - self._began, 1)
             self._log.info(LogMessage(f"{self._peer} answers again", **self._fields, after_seconds=seconds))

@@ -1,4 +1,4 @@
-"""Tuning of memory, file limits, threads, garbage collection, and the event loop of a serving process."""
+"""Tuning of a serving process: memory, file limits, threads, garbage collection, and the event loop."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ _restore = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def tuned_process() -> Iterator[None]:
-    """Tune this process during a `with` block. If blocks overlap, the process stays tuned until the last block ends.
+    """Tune this process during a `with` block. If blocks overlap, the process stays tuned until the last one ends.
 
-    Existing objects are excluded from garbage collection, and Python starts collections later. The service creates few
-    reference cycles, whereas a full collection scans all recorded plans and blocks the event loop. `collect_garbage`
-    compensates for the later collections.
+    Existing objects are excluded from garbage collection, and Python triggers collections later. The service creates
+    few reference cycles, whereas a full collection scans all recorded plans and blocks the event loop.
+    `collect_garbage` compensates for the later collections by running some itself.
 
-    Threads yield to the event loop sooner. The memory settings and the raised file limit remain in effect after the
-    block.
+    Threads also yield to the event loop sooner. The memory settings and the raised file limit remain in effect after
+    the block.
     """
     global _tuned_count  # noqa: PLW0603  (the settings are per process)
     with _lock:
@@ -88,7 +88,7 @@ def _tune() -> None:
 def keep_freed_memory() -> bool:
     """Make malloc keep freed buffers for reuse. Return whether the C library accepted all settings.
 
-    Environment variables such as `MALLOC_TRIM_THRESHOLD_` have this effect too, but must be set before the process
+    Environment variables such as `MALLOC_TRIM_THRESHOLD_` have the same effect but must be set before the process
     starts. Without glibc, this function does nothing.
     """
     try:
@@ -112,7 +112,7 @@ def raise_file_limit() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return malloc's free memory to the operating system. This may take a while. Without glibc, do nothing."""
+    """Return malloc's free memory to the operating system, which may take a while. Without glibc, do nothing."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -125,15 +125,15 @@ def _collect_what_imports_left() -> None:
 async def collect_garbage() -> None:
     """Run garbage collections periodically until cancelled.
 
-    The young generation is collected every 0.1 s, and older generations less often.
+    The young generation is collected every 0.1 s, and older generations are collected less often.
 
     Python counts allocations minus deallocations, so even thousands of completed calls do not trigger a collection.
-    Without this task, the young generation grew to 400,000 objects, and collecting it blocked the event loop for 0.3 s.
-    With this task, a collection takes at most 25 ms with 8,192 clients, and almost no time on an idle server.
+    Without this task, the young generation grew to 400,000 objects, and collecting them blocked the event loop for 0.3
+    s. With this task, a collection takes at most 25 ms with 8,192 clients and almost no time on an idle server.
 
     gRPC leaves each call in a reference cycle. Calls that survive a young collection, such as long polls, are in an
-    older generation when they end. Therefore, older generations must be collected too. The longer a full collection
-    takes, the less often it runs.
+    older generation when they end. Older generations must therefore be collected too. The longer a full collection
+    takes, the less often it is run.
     """
     full_at, count = time.monotonic() + _FULL_COLLECTION_SECONDS, 0
     while True:
@@ -151,7 +151,8 @@ def loop_factory(mode: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Return the event loop factory for a mode ("on", "off" or "auto").
 
     Returns:
-        uvloop's factory if the mode is "on", or if the mode is "auto" and uvloop is installed. None for asyncio's loop.
+        uvloop's factory if the mode is "on", or if the mode is "auto" and uvloop is installed; otherwise None, which
+        selects asyncio's loop.
 
     Raises:
         InvalidArgumentError: `mode` is "on", but uvloop is not installed.

@@ -14,24 +14,24 @@
 
 Why no put is lost or leaked:
 
-- *A commit is in flight.* The controller knows the put, so the storage service keeps the put and asks again later.
+- *A commit is in flight.* The controller knows the put, so the storage service keeps it and asks about it again later.
 - *A commit arrives after the controller reported the put as unknown.* The put's receipt is void. The heartbeat that
-  asked about the put also raised the earliest valid issue time, and receipts of overdue puts are older than this time.
-- *A second commit arrives after the put was freed.* It is refused while any receipt of the put may be valid. A client
-  that puts the data again uses a new put_id, so freeing cells late or twice is harmless.
+  asked about the put also raised the earliest valid issue time, and receipts of overdue puts are older than that.
+- *A second commit arrives after the put was freed.* The commit is rejected while any receipt of the put may be valid.
+  A client that puts the data again uses a new put_id, so freeing cells late or twice is harmless.
 - *The controller restarts, or a standby takes over.* The controller creates new receipt keys and reads all committed
-  puts from its journal. It sends the list of committed puts to the storage service, which drops committed puts that are
-  not listed. The storage service asks about uncommitted puts once they are overdue.
+  puts from its journal. The controller sends the list of committed puts to the storage service, which drops committed
+  puts that are not listed. The storage service asks about uncommitted puts once they are overdue.
 - *A commit races with a heartbeat about its put.* Either the controller already knows the put, or the receipt is void.
-  The controller records the earliest valid issue time and responds to the heartbeat in a single step. It also checks
-  the receipt and records the put in a single step.
+  The controller records the earliest valid issue time and responds to the heartbeat in a single step. The controller
+  also checks the receipt and records the put in a single step.
 
-The list of known puts is sent in several messages, while other puts may be committed and freed. If a put is freed after
-the list was created, the list still contains the put, and a later call frees it. If a put is committed after the list
-was created, the storage service does not drop it. Either the commit was already in flight, so the list contains the
-put, or the put is confirmed after the storage service has begun to record confirmations.
+The list of known puts is sent in several messages, between which other puts may be committed or freed. If a put is
+freed after the list was created, the list still contains the put, and a later call frees it. If a put is committed
+after the list was created, the storage service does not drop it. Either the commit was already in flight, so the list
+contains the put, or the put is confirmed after the storage service has started recording confirmations.
 
-This module implements Insert, Commit, and puts with an included commit, which are sent to a storage service in the
+This module implements Insert, Commit, and puts that include a commit, which are sent to a storage service in the
 controller's process:
 
     (receipt check if the put is stored in another process) -> admission -> capacity for many rows is reserved in steps
@@ -97,39 +97,40 @@ class Holder(Protocol):
         ...
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return the content of an uncommitted put's receipt."""
+        """Return the contents of an uncommitted put's receipt."""
         ...
 
     def free(self, cells: Sequence[PutCells]) -> None:
-        """Free cells in order, as soon as the storage service is reachable."""
+        """Free cells in the given order, as soon as the storage service is reachable."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Calls:
-    """In-flight calls that commit the same put: the number of calls, and whether any call has received a response."""
+    """In-flight calls that commit the same put: how many there are, and whether any of them has received a response."""
 
     call_count: int = 0
     is_answered: bool = False
 
 
 class Puts:
-    """Committed puts, puts that are being committed, and cells to free. Use it only on the event loop.
+    """Committed puts, puts that are being committed, and cells to free. Use this class only on the event loop.
 
     Args:
         embedded_id: name of the storage service in this process, or None.
-        find: returns the storage service that stores an instance's puts, or None if the instance is unknown.
-        require: returns the storage service that stores an uncommitted put, or raises an error if the put cannot be
-            committed.
-        snapshot_cells: returns the cells that samples currently use, by partition.
-        after_durable: calls its argument once all changes made so far are durable.
-        supervisor: runs the background task.
+        find: function that returns the storage service that stores an instance's puts, or None if the instance is
+            unknown.
+        require: function that returns the storage service that stores an uncommitted put, or raises an error if the put
+            cannot be committed.
+        snapshot_cells: function that returns the cells currently used by samples, by partition.
+        after_durable: function that calls its argument once all changes made so far are durable.
+        supervisor: supervisor of the background task that frees cells.
 
     Attributes:
-        require: see the argument.
-        has_some_elsewhere: whether storage services in other processes store puts. If false, put updates take effect
-            immediately, because the embedded storage service and the controller share a journal. The journal contains
-            the controller's record of a change before the storage service's record.
+        require: the argument of the same name.
+        has_some_elsewhere: whether storage services in other processes store puts. If no other storage service stores
+            puts, put updates take effect immediately, because the embedded storage service and the controller share a
+            journal. In that journal, the controller's record of a change precedes the storage service's record.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class Puts:
         self._is_closed = False
 
     def recover(self) -> None:
-        """Rebuild the set of committed puts from the recovered samples."""
+        """Rebuild the set of committed puts from recovered samples."""
         self._committed = {cells.put for each in self._snapshot_cells() for cells in live_cells(each)}
 
     def instances(self) -> set[tuple[str, bytes]]:
@@ -172,7 +173,7 @@ class Puts:
         return [put.put_id for put in puts if put not in self._committed and put not in self._uncommitted]
 
     def known(self, storage_id: str, boot_id: bytes) -> KnownPuts:
-        """Return a snapshot of the puts in a storage service that are known to the controller."""
+        """Return a snapshot of the puts in a storage service that the controller knows."""
         return KnownPuts(
             storage_id=storage_id,
             boot_id=boot_id,
@@ -188,10 +189,10 @@ class Puts:
         return put in self._committed
 
     def check_uncommitted(self, put: Put) -> None:
-        """Refuse to commit a put twice, because clearing the samples of one commit would free the cells of both."""
+        """Reject a second commit of a put, because clearing the samples of one commit would free the cells of both."""
         if put in self._committed:
             raise AlreadyExistsError(
-                f"put {put.put_id.hex()} is already committed under another request_id; put the data again",
+                f"put {put.put_id.hex()} was already committed under another request_id; put the data again",
                 metadata={"resource_type": "put", "resource_name": put.put_id.hex()},
             )
 
@@ -200,14 +201,14 @@ class Puts:
         """Record a put as being committed during the `with` block.
 
         Several calls may commit a put concurrently, such as an abandoned call and its retry. If all of these calls end
-        without committing the put and at least one call was refused, the last call frees the put. If all calls were
-        cancelled or failed with `UnavailableError`, the put is kept, because a retry may still commit it.
+        without committing the put and at least one of them was rejected, the last one frees the put. If all of them
+        were cancelled or failed with `UnavailableError`, the put is kept, because a retry may still commit it.
 
         Yields:
             A function that raises an error if the put has been freed.
 
         Raises:
-            AlreadyExistsError: the put is already committed.
+            AlreadyExistsError: the put was already committed.
         """
         self.check_uncommitted(put)
         commits = self._uncommitted.setdefault(put, _Calls())
@@ -216,7 +217,7 @@ class Puts:
         def check() -> None:
             if put not in self._committed and self._uncommitted.get(put) is not commits:
                 raise PutNotFoundError(
-                    f"put {put.put_id.hex()} was freed while another call was committing it; put the data again under "
+                    f"put {put.put_id.hex()} was freed while another call was committing it. Put the data again under "
                     "another put_id",
                     metadata={"put_id": put.put_id.hex()},
                 )
@@ -240,7 +241,7 @@ class Puts:
         """Record a put as committed unless the `with` block raises an error.
 
         Raises:
-            AlreadyExistsError: the put is already committed.
+            AlreadyExistsError: the put was already committed.
         """
         self.check_uncommitted(put)
         commits = self._uncommitted.pop(put, None)
@@ -260,7 +261,7 @@ class Puts:
 
     @contextlib.contextmanager
     def placing(self, put: Put) -> Iterator[None]:
-        """Record a put created by the controller as uncommitted, until `mark_committed` or `free_now` is called.
+        """Record a put created by the controller as uncommitted until `mark_committed` or `free_now` is called.
 
         If the `with` block raises an error, the put is freed.
         """
@@ -291,7 +292,7 @@ class Puts:
 
     @contextlib.contextmanager
     def holding_frees(self) -> Iterator[None]:
-        """Defer freeing cells until the `with` block ends, so that all cells remain readable in the block."""
+        """Defer freeing cells until the `with` block ends, so that all cells stay readable inside the block."""
         self._hold_count += 1
         try:
             yield
@@ -302,11 +303,11 @@ class Puts:
                 self._when_durable(partial(self._free_more, count))
 
     def free(self, freed: Sequence[Freed]) -> None:
-        """Free cells that samples no longer use. The cells are freed in order, once this change is durable.
+        """Free cells that samples no longer use, in order, once the current change is durable.
 
         A small number of cells is freed immediately. A large number, such as all cells of a partition, is freed in
         small steps that yield to the event loop. If this process ends before the cells are freed, storage services drop
-        them, because the next controller process does not know them.
+        the cells, because the next controller process does not know them.
         """
         self._leaving += freed
         if self._hold_count:
@@ -341,7 +342,7 @@ class Puts:
     def _free(self, freed: Iterable[CellSet]) -> None:
         """Free cells at their storage services.
 
-        Instances that no longer exist are skipped, because their cells are gone.
+        Storage instances that no longer exist are skipped, because their cells are gone.
         """
         cells_of: dict[tuple[str, bytes], list[PutCells]] = {}
         for each in freed:
@@ -354,7 +355,7 @@ class Puts:
                 holder.free(cells)
 
     async def close(self) -> None:
-        """Stop the background task and free all cells that are due."""
+        """Stop the background task and free all cells that are due to be freed."""
         self._is_closed = True
         if self._freeing is not None:
             self._freeing.cancel()
@@ -363,13 +364,13 @@ class Puts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownPuts:
-    """A snapshot of the puts in a storage service that are known to the controller.
+    """A snapshot of the puts in a storage service that the controller knows.
 
     Attributes:
         storage_id: name of the storage service.
         boot_id: instance id of the storage service.
         cells: cells used by samples in all storage services, by partition.
-        leaving: cells in all storage services that samples no longer use but that have not been freed yet.
+        leaving: cells in all storage services that samples no longer use but that have not yet been freed.
         uncommitted: puts in all storage services whose commit is in flight.
     """
 
@@ -380,19 +381,19 @@ class KnownPuts:
     uncommitted: Sequence[Put] = ()
 
     def staying(self) -> set[bytes]:
-        """Return the ids of puts to leave unchanged: puts that are being committed, and puts with cells to free."""
+        """Return the ids of the puts to leave unchanged: those being committed, and those with cells to free."""
         leaving = (freed_cells(each).put for each in self.leaving)
         return {put.put_id for put in chain(self.uncommitted, leaving) if self._is_own(put)}
 
     def parts(self) -> Iterator[PutCells]:
-        """Yield the cells that samples use, except cells of puts to leave unchanged. Thread-safe."""
+        """Yield the cells that samples use, except those of puts to leave unchanged. Thread-safe."""
         staying = self.staying()
         for cells in chain.from_iterable(map(live_cells, self.cells)):
             if self._is_own(cells.put) and cells.put.put_id not in staying:
                 yield put_cells(cells)
 
     def pieces(self) -> Iterator[storage_control_pb2.ReconcilePutsRequest]:
-        """Yield the messages of the list after its first message, with about a thousand puts each. Thread-safe."""
+        """Yield the list's messages after the first one, each with about a thousand puts. Thread-safe."""
         staying = iter(self.staying())
         while some := list(islice(staying, _MOST_PUTS)):
             yield storage_control_pb2.ReconcilePutsRequest(staying_put_ids=some)
@@ -412,7 +413,7 @@ def put_cells(cells: CellSet) -> PutCells:
 
 
 def encode_cells(cells: PutCells) -> Iterator[storage_control_pb2.PutCells]:
-    """Encode a put's cells in parts that each fit in a message."""
+    """Encode a put's cells in parts, each of which fits in a message."""
     if cells.rows is None:
         yield storage_control_pb2.PutCells(put_id=cells.put_id, field_names=cells.field_names)
         return
@@ -447,20 +448,20 @@ def in_messages(
 
 
 async def columns_of(headers: Sequence[metadata_pb2.ColumnHeader], row_count: int) -> list[ColumnShape]:
-    """Decode a put's columns. If there are many rows, decode them in a thread. See `decode_headers`."""
+    """Decode a put's columns, in a thread if there are many rows. See `decode_headers`."""
     if row_count < MANY_ROWS:
         return decode_headers(headers, row_count)
     return await asyncio.to_thread(decode_headers, headers, row_count)
 
 
 class Commits:
-    """Writes samples to the catalog, and commits the puts that contain their cells.
+    """Writes samples to the catalog and commits the puts that contain the samples' cells.
 
     Args:
         catalog: catalog to write to.
         puts: record of puts, updated by each commit.
-        endpoint_of: returns the endpoint at which clients reach a storage service instance.
-        waiting: counts calls that wait for capacity.
+        endpoint_of: function that returns the endpoint at which clients reach a storage service instance.
+        waiting: counter of calls that wait for capacity.
     """
 
     def __init__(
@@ -481,7 +482,7 @@ class Commits:
         return await self._write_without_put(request, context, pb.InsertResponse)
 
     async def commit(self, request: commit_pb2.CommitRequest, context: Context) -> commit_pb2.CommitResponse:
-        """Make a stored put visible, or free it if the commit is refused."""
+        """Make a stored put visible, or free the put if the commit is rejected."""
         self.check(request)
         answer = await self._commit(request, context)
         await self.add_all_meta(request, answer)
@@ -491,7 +492,7 @@ class Commits:
         if not request.HasField("placement"):
             if request.columns:
                 raise InvalidArgumentError(
-                    "columns are set without a placement; send the put's placement", field="placement"
+                    "columns are set without a placement; also send the put's placement", field="placement"
                 )
             return await self._write_without_put(request, context, commit_pb2.CommitResponse)
         put = converters.placement(request.placement)
@@ -517,7 +518,7 @@ class Commits:
                 )
 
     def _open_receipt(self, request: commit_pb2.CommitRequest, put: Put, columns: Sequence[ColumnShape]) -> PutReceipt:
-        """Return the content of a put's receipt, after checking that the put has the given columns.
+        """Return the contents of a put's receipt after checking that the put has the given columns.
 
         Raises:
             InvalidArgumentError: the put has different columns.
@@ -526,28 +527,28 @@ class Commits:
         if opened.columns_digest != columns_digest(columns):
             got = ", ".join(f"{column.spec.name} ({column.spec.describe()})" for column in columns)
             raise InvalidArgumentError(
-                f"the commit's columns differ from those of put {put.put_id.hex()}: got {got or 'none'}; send the "
-                "columns of the put's header unchanged",
+                f"the commit's columns differ from those of put {put.put_id.hex()}: got {got or 'none'}. Send the "
+                "columns from the put's header unchanged",
                 field="columns",
             )
         return opened
 
     def check(self, request: commit_pb2.CommitRequest) -> None:
-        """Refuse a commit that requests metadata for more samples than a response may contain."""
+        """Reject a commit that requests metadata for more samples than a response may contain."""
         count = request.write.row_count
         if request.return_all_meta and count > MOST_NAMED:
             raise InvalidArgumentError(
-                f"return_all_meta is set for {count} samples, expected at most {MOST_NAMED}; put them in several "
-                "calls, or look the samples up after the put",
+                f"return_all_meta is set for {count} samples; expected at most {MOST_NAMED}. Put the samples in "
+                "several calls, or look them up after the put",
                 field="return_all_meta",
                 metadata={"got": str(count), "limit": str(MOST_NAMED)},
             )
 
     async def add_all_meta(self, request: commit_pb2.CommitRequest, answer: commit_pb2.CommitResponse) -> None:
-        """Add the samples' current metadata to the response of a commit, if the request asks for it.
+        """Add the samples' current metadata to the response to a commit if the request asks for it.
 
-        The metadata of many samples is read in parts, yielding to the event loop between parts. Metadata is excluded
-        from the recorded response, because recorded responses are stored for hours in memory and on disk.
+        The metadata of many samples is read in parts, with a yield to the event loop after each part. Metadata is
+        omitted from the recorded response, because recorded responses are kept in memory and on disk for hours.
         """
         rows = read_indexes(answer.meta) if request.return_all_meta else _NO_ROWS
         while rows.size:
@@ -564,14 +565,14 @@ class Commits:
     async def _write_without_put(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, context: Context, kind: type[Answer]
     ) -> Answer:
-        """Write samples without cells, or write only metadata and state."""
+        """Write samples without cells, or write metadata and state only."""
         if request.write.of_groups:
             raise InvalidArgumentError(
-                "of_groups is set without a placement; send the put's placement", field="placement"
+                "of_groups is set without a placement; also send the put's placement", field="placement"
             )
         if request.write.append_at:
             raise InvalidArgumentError(
-                "append_at is set without a placement; send the put's placement", field="append_at"
+                "append_at is set without a placement; also send the put's placement", field="append_at"
             )
         async with self.admitted(request, 0, context):
             return await self._write_once(request, kind, converters.sample_write(request.write))
@@ -580,16 +581,16 @@ class Commits:
     async def admitted(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, size_bytes: int, context: Context
     ) -> AsyncIterator[None]:
-        """Wait until the partition has capacity for new samples, and reserve the capacity for the `async with` block.
+        """Wait until the partition has capacity for new samples and reserve that capacity for the `async with` block.
 
-        If there is no capacity, gathered puts fail immediately. Group puts do not wait for capacity, but their bytes
-        reduce the capacity for later samples.
+        Gathered puts fail immediately if there is no capacity. Group puts do not wait for capacity, but their bytes
+        reduce the capacity available to later samples.
 
         Raises:
             InvalidArgumentError: the request contains too many keys, groups or rollouts.
-            QuotaExceededError, AdmissionLimitError: no capacity became available before the deadline, or the write can
-                never fit.
-            LimitExceededError: too many calls are waiting.
+            QuotaExceededError, AdmissionLimitError: capacity did not become available before the deadline, or the write
+                can never fit.
+            LimitExceededError: too many calls are already waiting.
         """
         message = request.write
         check_named_rows("keys", len(message.keys))
@@ -622,9 +623,9 @@ class Commits:
             request: commit request that describes the samples to write.
             put: put that contains the cells.
             columns: columns of the put.
-            for_existing_rows: whether the put may use the capacity reserved for rows of existing samples. If true, the
-                commit must not create samples.
-            check: raises an error if the put no longer exists.
+            for_existing_rows: whether the put may use the capacity reserved for rows of existing samples. The commit of
+                such a put must not create samples.
+            check: function that raises an error if the put no longer exists.
         """
 
         def committing() -> contextlib.AbstractContextManager[None]:
@@ -632,7 +633,7 @@ class Commits:
             if for_existing_rows and self.makes_samples(request.write):
                 raise QuotaExceededError(
                     f"put {put.put_id.hex()} was sent with for_existing_rows, but its commit creates samples, which "
-                    "must not use capacity reserved for existing rows; put the data again without for_existing_rows",
+                    "must not use capacity reserved for existing rows. Put the data again without for_existing_rows",
                     metadata={"limit_name": "reserve", "put_id": put.put_id.hex()},
                 )
             return self._puts.commit(put)
@@ -648,7 +649,7 @@ class Commits:
         change: GroupsWritten,
         committing: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> commit_pb2.CommitResponse:
-        """Write groups in a single step inside the context `committing`, once per request_id."""
+        """Write groups in a single step within the `committing` context, once per request_id."""
 
         def answer() -> commit_pb2.CommitResponse:
             with committing():
@@ -664,9 +665,9 @@ class Commits:
         write: SampleWrite,
         committing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> Answer:
-        """Write samples in a single step inside the context `committing`, once per request_id.
+        """Write samples in a single step within the `committing` context, once per request_id.
 
-        If there are many rows, their capacity is first reserved in several steps.
+        If there are many rows, capacity for them is first reserved in several steps.
         """
         message = request.write
         where = message.partition_id, message.incarnation
@@ -696,9 +697,9 @@ class Commits:
         return not self._catalog.knows_keys(write.partition_id, write.incarnation, write.keys)
 
     def recorded(self, request_id: bytes) -> commit_pb2.CommitResponse | None:
-        """Return the recorded response to a commit, or None if no response has been recorded.
+        """Return the recorded response to a commit, or None if there is none.
 
         Raises:
-            InvalidArgumentError: the request_id belongs to another call.
+            InvalidArgumentError: the request_id belongs to a different call.
         """
         return self._catalog.recorded(request_id, commit_pb2.CommitResponse)

@@ -1,12 +1,12 @@
-"""Receipts for puts. A receipt is issued by a storage service and proves to the controller that a put is complete.
+"""Receipts for puts. A storage service issues a receipt to prove to the controller that a put is complete.
 
     storage service completes put and seals receipt -> client -> Commit -> controller opens receipt, without a call
 
-The controller creates a random key for each registration of a storage service, and sends the key in its response. A key
-therefore belongs to a single pair of controller process and storage service process. A receipt is invalid if it was
-sealed for another controller or by another storage service, or if either process has restarted since. A receipt
-contains its issue time on the storage service's clock. The storage service regularly reports the earliest valid issue
-time. When a put is freed, its receipts are revoked until they would have expired. The id of a freed put is not reused.
+The controller creates a random key for each registration of a storage service and sends the key in its response. Each
+key therefore belongs to one controller process and one storage service process. A receipt is invalid if it was sealed
+for another controller or by another storage service, or if either process has restarted since. Each receipt contains
+its issue time, according to the storage service's clock. The storage service regularly reports the earliest valid issue
+time. When a put is freed, its receipts are revoked until they would have expired. The ids of freed puts are not reused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SEAL_BYTES: Final = 32
 
 
 class ReceiptKeys:
-    """The keys with which a storage service seals receipts. Each controller that it registers with has its own key."""
+    """The keys that a storage service uses to seal receipts: one key per controller that it is registered with."""
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
@@ -44,7 +44,7 @@ class ReceiptKeys:
         return bool(self._keys)
 
     def check_epoch(self, controller_id: bytes, epoch: int) -> None:
-        """Record the epoch of a cluster's controller, or refuse the controller if it has been superseded.
+        """Record the epoch of a cluster's controller, or reject the controller if it has been superseded.
 
         Raises:
             PreconditionError: a controller with a higher epoch has called.
@@ -52,22 +52,22 @@ class ReceiptKeys:
         highest = self._epochs.get(controller_id, 0)
         if epoch < highest:
             raise PreconditionError(
-                f"a controller of epoch {epoch} called, but a controller of epoch {highest} now leads its cluster; "
-                "restart the calling controller as a standby"
+                f"the calling controller has epoch {epoch}, but its cluster is now led by one with epoch {highest}. "
+                "Restart the calling controller as a standby"
             )
         if epoch:
             self._epochs[controller_id] = epoch
 
     def renew(self, controller_id: bytes, key: bytes) -> None:
-        """Record the key that a controller sent in its response to the latest registration."""
+        """Record the key that a controller sent in response to the latest registration."""
         self._keys[controller_id] = key
         self._superseded.discard(key_id(key))
         self.expect(controller_id, key_id(key))
 
     def expect(self, controller_id: bytes, key: bytes) -> None:
-        """Record the `key_id` of the latest registration, possibly before its key is known.
+        """Record the `key_id` of the latest registration, possibly before the key itself is known.
 
-        After this call, `check_key` accepts only this key.
+        After this call, `check_key` accepts only that key.
 
         Raises:
             UnavailableError: a later registration is already known.
@@ -79,27 +79,27 @@ class ReceiptKeys:
         self._current[controller_id] = key
 
     def check_key(self, controller_id: bytes, key: bytes) -> None:
-        """Refuse a call whose key differs from the key of the latest registration, for example after a restart.
+        """Reject a call whose key is not that of the latest registration, for example after a restart.
 
         Raises:
-            UnavailableError: this service does not know the key yet, or the key has been replaced.
+            UnavailableError: this service does not yet know the key, or the key has been replaced.
         """
         if not key or self._current.get(controller_id) != key:
             raise _unknown_key(controller_id)
 
     def check_registered(self, controller_id: bytes) -> None:
-        """Refuse a put for which this storage service cannot issue a receipt.
+        """Reject a put for which this storage service cannot issue a receipt.
 
         Raises:
             UnavailableError: this service is not registered with the put's controller.
-            InvalidArgumentError: the put does not name a controller.
+            InvalidArgumentError: the put does not specify a controller.
         """
         if controller_id not in self._keys:
             check_passed_on("controller_id", controller_id)
             raise not_registered(controller_id)
 
     def seal(self, controller_id: bytes, receipt: PutReceipt) -> bytes:
-        """Seal a put's receipt. Return the sealed bytes."""
+        """Seal a put's receipt and return the sealed bytes."""
         self.check_registered(controller_id)
         key = self._keys[controller_id]
         receipt.key_id = key_id(key)
@@ -108,10 +108,10 @@ class ReceiptKeys:
 
 
 class ReceiptBook:
-    """Opens receipts issued by a storage service process, and tracks which receipts are no longer valid.
+    """Opens receipts issued by a storage service process and tracks which receipts are no longer valid.
 
     Attributes:
-        key: key with which the receipts are sealed.
+        key: key that seals the receipts.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class ReceiptBook:
         self._revoked: dict[bytes, float] = {}  # time at which each put was freed, or infinity while it is being freed
 
     def void_before(self, valid_from: float) -> None:
-        """Invalidate all receipts issued before the given time."""
+        """Invalidate all receipts issued before a given time."""
         self._valid_from = max(self._valid_from, valid_from)
         for put_id in list(takewhile(lambda put_id: self._revoked[put_id] < self._valid_from, self._revoked)):
             del self._revoked[put_id]
@@ -130,13 +130,13 @@ class ReceiptBook:
         self._revoked[put_id] = math.inf
 
     def on_freed(self, put_ids: Iterable[bytes], freed_at: float) -> None:
-        """Record the time at which puts were freed. All receipts of these puts are older."""
+        """Record the time at which puts were freed, after all their receipts had been issued."""
         for put_id in put_ids:
             self._revoked.pop(put_id, None)
             self._revoked[put_id] = freed_at
 
     def open(self, receipt: bytes, put_id: bytes, partition_id: str) -> PutReceipt:
-        """Check a receipt and return its content.
+        """Check a receipt and return its contents.
 
         Args:
             receipt: untrusted bytes sent by the client.
@@ -144,7 +144,7 @@ class ReceiptBook:
             partition_id: partition that the put must belong to.
 
         Raises:
-            InvalidArgumentError: the seal is invalid, or the receipt is for another put or another partition.
+            InvalidArgumentError: the seal is invalid, or the receipt was issued for another put or another partition.
             PutNotFoundError: the receipt was issued before a restart of this controller or the storage service, has
                 expired, was revoked, or is empty because the put was already committed.
         """
@@ -152,7 +152,7 @@ class ReceiptBook:
         if not receipt:
             raise PutNotFoundError(
                 f"put {put_id.hex()} was sent without a receipt: it was committed before, or placement.receipt was not "
-                "copied from the answer to Put; put the data again under another put_id",
+                "copied from the response to Put. Put the data again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         try:
@@ -162,7 +162,7 @@ class ReceiptBook:
         if said.key_id and said.key_id != key_id(self.key):
             raise PutNotFoundError(
                 f"the receipt of put {put_id.hex()} was issued before its storage service or this controller "
-                "restarted; put the data again",
+                "restarted. Put the data again",
                 metadata={"put_id": put_id.hex()},
             )
         if not hmac.compare_digest(seal, _seal(self.key, content)) or said.put_id != put_id:
@@ -173,14 +173,14 @@ class ReceiptBook:
             )
         if said.partition_id != partition_id:
             raise InvalidArgumentError(
-                f"put {put_id.hex()} does not belong to partition {partition_id!r}; commit it to the partition in the "
-                "put's header",
+                f"put {put_id.hex()} does not belong to partition {partition_id!r}. Commit it to the partition named "
+                "in its header",
                 field="partition_id",
             )
         if said.given_at < self._valid_from or put_id in self._revoked:
             why = "was freed" if put_id in self._revoked else "expired without a commit"
             raise PutNotFoundError(
-                f"put {put_id.hex()} {why}; put the data again under another put_id",
+                f"put {put_id.hex()} {why}. Put the data again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         return said

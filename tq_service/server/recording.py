@@ -1,4 +1,4 @@
-"""Records the batches of a controller, with bytes from the storage service in this process."""
+"""Records a controller's batches, with bytes from the storage service in this process."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class StepRecording:
     Args:
         recorder: open recorder, which writes the batches.
         catalog: catalog of partitions.
-        engine: stores the samples' bytes. Batches with samples in other storage services are counted as skipped.
-        after_durable: calls its argument once the plan is durable, because a plan that a crash could lose must not be
-            recorded.
+        engine: engine that stores the samples' bytes. Batches with samples in other storage services are counted as
+            skipped.
+        after_durable: function that calls its argument once the plan is durable, because a plan that a crash could lose
+            must not be recorded.
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class StepRecording:
         self._after_durable = after_durable
 
     def start(self, recorded: Mapping[TaskEpoch, int]) -> None:
-        """Record existing batches that have not been recorded yet, and all batches planned from now on.
+        """Record all existing batches that have not yet been recorded, and all batches planned from now on.
 
         Args:
-            recorded: last recorded batch_index by task epoch.
+            recorded: last recorded batch_index of each task epoch.
         """
         for partition in self._catalog.partitions():
             for task in partition.tasks.values():
@@ -63,7 +64,7 @@ class StepRecording:
         return self._recorder.status()
 
     def _take(self, partition: Partition, task_name: str, batch: Claim) -> None:
-        """Pass a batch to the recorder. An error stops the recording, but not the call that planned the batch."""
+        """Pass a batch to the recorder. An error stops the recording but not the call that planned the batch."""
         if not self._recorder.is_recording:
             return
         began_at = time.thread_time()

@@ -1,7 +1,7 @@
 """The controller's view of a storage service in another process.
 
-The controller reports committed and freed puts to the service in batches and in order. Each batch is sent again until
-the service responds.
+The controller reports committed and freed puts to the service in batches and in order. Each batch is resent until the
+service responds.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ class RemoteStorage:
 
     Args:
         request: first heartbeat of the process.
-        known: returns the service's puts that are known to the controller.
-        silence_seconds: time without a heartbeat after which no more puts are placed in the service.
+        known: function that returns the service's puts that the controller knows.
+        silence_seconds: time without a heartbeat after which no further puts are placed in the service.
         credentials: credentials of this controller.
-        controller_id: id of this controller as the owner of puts.
-        epoch: epoch of this controller if it leads a cluster.
-        supervisor: runs the background tasks. None for a private supervisor.
-        replaces: previously registered process of this service, or None.
+        controller_id: id of this controller, as the owner of puts.
+        epoch: this controller's epoch if it leads a cluster.
+        supervisor: supervisor of the background tasks, or None to create one.
+        replaces: previously registered process of this service, or None if there was none.
 
     Attributes:
-        run_id: id of the process.
+        run_id: id of the storage service process.
         earlier_run_ids: ids of earlier processes registered under the service's name.
         heard: status reported in the last heartbeat.
-        turns: virtual start time and size in bytes of the last put placed here, by size class. See
+        turns: virtual start time and size (in bytes) of the last put placed here, by size class. See
             `StorageRegistry.place`.
     """
 
@@ -149,46 +149,46 @@ class RemoteStorage:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the service has not sent a heartbeat for too long. No puts are placed in a silent service."""
+        """Whether the service has sent no heartbeat for too long. No puts are placed in a silent service."""
         return time.monotonic() - self._heard_at > self._silence_seconds
 
     @property
     def max_bytes(self) -> int | None:
-        """Quota of the service in bytes, or None if its capacity is unlimited."""
+        """Quota of the service in bytes, or None if the capacity is unlimited."""
         return self.heard.max_bytes
 
     def free_bytes(self) -> int:
-        """Return the number of free bytes. Bytes expected for placed puts are not free."""
+        """Return the number of free bytes. Bytes expected for placed puts do not count as free."""
         limit = UNBOUNDED_BYTES if self.heard.max_bytes is None else self.heard.max_bytes
         return limit - self.heard.used_bytes - self._placed_bytes
 
     def expect(self, put_id: bytes, size_bytes: int) -> None:
-        """Count the bytes of a placed put as used until a heartbeat includes the put."""
+        """Count the bytes of a placed put as used until a heartbeat accounts for the put."""
         self._placed[put_id] = size_bytes, time.monotonic()
         self._placed_bytes += size_bytes
 
     def withdraw(self, put_id: bytes) -> bool:
-        """Stop counting the bytes of a placed put. Return whether they were still being counted."""
+        """Stop counting the bytes of a placed put. Return whether the bytes were still being counted."""
         size_bytes, _ = self._placed.pop(put_id, (None, 0.0))
         self._placed_bytes -= size_bytes or 0
         return size_bytes is not None
 
     def status(self) -> StorageStatus:
-        """Return the status reported in the last heartbeat, and the time since that heartbeat."""
+        """Return the status reported in the last heartbeat and the time since that heartbeat."""
         return replace(self.heard, heard_ago_seconds=time.monotonic() - self._heard_at, is_silent=self.is_silent)
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> put_receipt_pb2.PutReceipt:
-        """Return the content of an uncommitted put's receipt."""
+        """Return the contents of an uncommitted put's receipt."""
         return self._receipts.open(receipt, put_id, partition_id)
 
     def confirm(self, put_id: bytes) -> None:
-        """Report to the service that a put is committed. Reports are batched and sent in the background."""
+        """Report to the service that a put is committed. Such reports are batched and sent in the background."""
         if not self._is_closed:
             self._to_confirm[put_id] = None
             self._deliver()
 
     async def take_over(self, instance: tuple[str, bytes], search_id: bytes) -> int:
-        """Ask the service to adopt a lost instance's puts. Return the number of adopted puts.
+        """Ask the service to adopt the puts of a lost instance, and return the number of adopted puts.
 
         Args:
             instance: name and instance id of the lost instance.
@@ -196,7 +196,7 @@ class RemoteStorage:
 
         Raises:
             NotFoundError: the service's mirror contains no data of the instance.
-            TqError: the service could not adopt the puts. The error may be temporary.
+            TqError: the service could not adopt the puts, possibly only for the moment.
         """
         storage_id, boot_id = instance
         request = storage_control_pb2.AdoptRequest(
@@ -227,7 +227,7 @@ class RemoteStorage:
         )
 
     def free(self, cells: Sequence[PutCells]) -> None:
-        """Free cells as soon as the service is reachable."""
+        """Free the cells as soon as the service is reachable."""
         if self._is_closed:  # after a restart, the list of known puts omits these cells
             return
         for each in cells:
@@ -243,7 +243,7 @@ class RemoteStorage:
             self._delivering = self._supervisor.start(name, self._deliver_all(), may_end=True)
 
     async def _reconcile_always(self) -> None:
-        """Send the list of known puts, retrying until the service accepts it. Repeat this about every hour."""
+        """Send the list of known puts about every hour, each time retrying until the service accepts it."""
         while True:
             try:
                 answer = await self._repeat("does not accept the list of known puts", self._reconcile)
@@ -253,10 +253,10 @@ class RemoteStorage:
             await asyncio.sleep(_RECONCILE_SECONDS)
 
     async def _repeat(self, outage: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call, retrying until it succeeds, and return the response. The process may recover after a failure.
+        """Make a call, retrying until it succeeds, and return the response. The service may recover after a failure.
 
         Raises:
-            DataLossError: another instance of the service responds.
+            DataLossError: a different instance of the service responded.
         """
         delay = _FIRST_RETRY_SECONDS
         while True:
@@ -265,7 +265,7 @@ class RemoteStorage:
                     answer = await call()
             except (grpc.aio.AioRpcError, TqError) as error:
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DATA_LOSS:
-                    raise DataLossError(f"storage service {self.storage_id!r} has a new instance id") from error
+                    raise DataLossError(f"storage service {self.storage_id!r} has changed its instance id") from error
                 self._outage.lasts(outage, error)
                 self._peer.follow_files()
                 await asyncio.sleep(delay)
@@ -337,8 +337,8 @@ class RemoteStorage:
 def _closing_is_an_error() -> Iterator[None]:
     """Raise UnavailableError if a call fails because its channel is closed.
 
-    gRPC raises CancelledError in this case, which would end a task that was not cancelled, such as the task that frees
-    cells.
+    For a closed channel, gRPC raises CancelledError, which would end a task that was not cancelled, such as the one
+    that frees cells.
     """
     try:
         yield
@@ -351,7 +351,7 @@ def _closing_is_an_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Convert gRPC errors to TqErrors. If the service rejects the controller's credentials, raise UnavailableError."""
+    """Convert gRPC errors to TqErrors, and rejected controller credentials to UnavailableError."""
     try:
         with _closing_is_an_error():
             yield
@@ -369,7 +369,14 @@ def report_reconciled(
     if missing_count:
         put_ids = ",".join(put_id.hex() for put_id in missing_put_ids[:_MOST_NAMED])
         _log.error(
-            LogMessage("storage lost puts that samples need", storage=storage_id, count=missing_count, put_ids=put_ids)
+            LogMessage(
+                "a storage service lost puts that samples need",
+                storage=storage_id,
+                count=missing_count,
+                put_ids=put_ids,
+            )
         )
     if dropped_count:
-        _log.warning(LogMessage("storage dropped puts that no sample needs", storage=storage_id, count=dropped_count))
+        _log.warning(
+            LogMessage("a storage service dropped puts that no sample needs", storage=storage_id, count=dropped_count)
+        )

@@ -1,9 +1,9 @@
-"""Serves the steps of a recording read-only. Each rank receives the batches that it received during the recording.
+"""Serves the steps of a recording read-only. Each rank receives the same batches as during the recording.
 
     GetMeta of (partition, task, batch_index, dp_rank) -> recorded plan -> the rank's part of the batch
     Get of cells -> put, read from the recording and verified on first use
 
-Clients and loaders do not need to be changed. Calls that change state or request unrecorded data are refused.
+Clients and loaders need no changes. Calls that change state or request unrecorded data are rejected.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ from tq_service.wire.metadata import decode_integers, read_indexes
 REPLAYED: Final = frozenset(
     {"GetMeta", "CallMany", "Locate", "ListPartitions", "GetVersion", "GetStatus", "Get", "GetInline", "Stat"}
 )
-"""Methods available in a replay, in addition to the methods of the health service."""
+"""Methods available in a replay, in addition to those of the health service."""
 
 
 class ReadOnly(Middleware):
-    """Refuses calls to all methods that are not available in a replay."""
+    """Rejects calls to methods that are not available in a replay."""
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return the handler if the method is available. Otherwise, return a handler that refuses all calls."""
+        """Return the handler if the method is available. Otherwise, return a handler that rejects all calls."""
         if method.is_open or method.short_name in REPLAYED:
             return behavior
 
         async def refuse(_request: Any, _context: Context) -> NoReturn:
             raise PreconditionError(
                 f"{method.short_name} is not available, because this service only replays recorded batches. Claim "
-                "batches by batch_index and dp_rank, and get their data; for all other calls, use tq-service serve",
+                "batches by batch_index and dp_rank, then get their data. For all other calls, use tq-service serve",
                 reason="READ_ONLY",
                 metadata={"method": method.short_name},
             )
@@ -90,10 +90,10 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
     Args:
         steps: steps to serve, as returned by `Recording.select`.
-        endpoint: endpoint of the storage service that serves the bytes of the steps.
+        endpoint: endpoint of the storage service that serves the steps' bytes.
 
     Attributes:
-        batches: serves CallMany streams. Set by the code that adds this servicer to a server.
+        batches: handler of CallMany streams, set by the code that adds this servicer to a server.
     """
 
     batches: Batches
@@ -124,7 +124,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         rank = rank_of(request)
         if rank is None:
             raise InvalidArgumentError(
-                "this replay contains only batches of ranks, but the request comes from a queue worker; set "
+                "this replay contains only batches for ranks, but the request comes from a queue worker. Set "
                 "batch_index, dp_rank and dp_size",
                 field="batch_index",
             )
@@ -150,7 +150,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     def _part(
         self, steps: Mapping[int, RecordedStep], batch_index: int, rank: Rank, data_fields: Sequence[str]
     ) -> metadata_pb2.BatchMeta:
-        """Return a rank's part of a batch. If the index is beyond the last batch, return the task's end marker.
+        """Return a rank's part of a batch, or the task's end marker if the index is beyond the last batch.
 
         Raises:
             BatchForgottenError: the recording does not contain the batch.
@@ -162,12 +162,12 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
                 return _end(steps)
             raise BatchForgottenError(
                 f"this replay has no batch {batch_index}; it contains {summary_of(list(steps.values()))}. Request one "
-                f"of these, and start loaders at batch {min(steps)}",
+                f"of these batches, and start loaders at batch {min(steps)}",
                 metadata={"task_name": next(iter(steps.values())).task_name, "next_batch_index": str(min(steps))},
             )
         if rank.dp_size != step.dp_size:
             raise RankDisagreementError(
-                f"dp_size is {rank.dp_size}, but batch {batch_index} was planned for {step.dp_size} ranks; set "
+                f"dp_size is {rank.dp_size}, but batch {batch_index} was planned for {step.dp_size} ranks. Set "
                 f"dp_size to {step.dp_size}",
                 metadata={"field": "dp_size", "got": str(rank.dp_size), "expected": str(step.dp_size)},
             )
@@ -177,7 +177,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         return part
 
     def _meta(self, step: RecordedStep) -> metadata_pb2.BatchMeta:
-        """Return the metadata of a step's samples. This service is set as the location of their bytes."""
+        """Return the metadata of a step's samples, with this service as the location of their bytes."""
         meta = self._metas.get(step.number)
         if meta is None:
             meta = self._metas[step.number] = metadata_pb2.BatchMeta.FromString(step.meta)
@@ -204,8 +204,8 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
                 part.ClearField(name)
             return pb.LocateResponse(meta=part)
         raise SampleNotFoundError(
-            f"no recorded batch contains all of the {len(wanted)} requested samples (the first is {wanted[:1]}); "
-            "request samples of a single batch",
+            f"no recorded batch contains all of the {len(wanted)} requested samples (the first is {wanted[:1]}). "
+            "Request samples from a single batch",
             metadata={"partition_id": request.partition_id, "global_index": str(next(iter(indexes), ""))},
         )
 
@@ -244,7 +244,7 @@ def _check_incarnation(step: RecordedStep, incarnation: bytes) -> None:
         check_passed_on("incarnation", incarnation)
         raise StaleIncarnationError(
             f"this replay contains incarnation {step.incarnation.hex()} of partition {step.partition_id!r}, but the "
-            f"call is for {incarnation.hex()}; select that incarnation with tq-service replay --incarnation",
+            f"call is for {incarnation.hex()}. Select that incarnation with tq-service replay --incarnation",
             metadata={
                 "partition_id": step.partition_id,
                 "got": incarnation.hex(),
@@ -267,7 +267,7 @@ def _end(steps: Mapping[int, RecordedStep]) -> metadata_pb2.BatchMeta:
 
 @contextlib.asynccontextmanager
 async def replaying(recording: Recording, steps: Sequence[RecordedStep], settings: ServeSettings) -> AsyncIterator[int]:
-    """Serve steps of an open recording during the `async with` block.
+    """Serve the steps of an open recording for the duration of the `async with` block.
 
     Args:
         recording: recording that contains the puts of the steps.
@@ -318,7 +318,7 @@ async def replay(
     settings: ServeSettings,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve steps of an open recording until SIGTERM or SIGINT. See `replaying`."""
+    """Serve the steps of an open recording until SIGTERM or SIGINT. See `replaying`."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

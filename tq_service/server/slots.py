@@ -1,4 +1,4 @@
-"""Slots, which are samples leased to rollout workers before they are generated, within a partition's capacity."""
+"""Slots, which are samples leased to rollout workers before generation, within a partition's capacity."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Slots:
 
     Args:
         catalog: catalog of partitions.
-        endpoint_of: returns the endpoint at which clients reach a storage service instance.
-        waiting: counts calls that wait for capacity.
-        max_wait_cap_seconds: maximum time for which a call waits.
+        endpoint_of: function that returns the endpoint at which clients reach a storage service instance.
+        waiting: counter of calls that wait for capacity.
+        max_wait_cap_seconds: maximum time that a call waits.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Slots:
         self._max_wait_cap_seconds = max_wait_cap_seconds
 
     async def acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
-        """Create slots once capacity is available. Calls share a queue with puts that create samples. See `Acquire`."""
+        """Create slots once capacity is available, in a shared queue with puts that create samples. See `Acquire`."""
         message = request.write
         recorded: pb.AcquireResponse | None = self._catalog.recorded(request.request_id, pb.AcquireResponse)
         if recorded is not None:
@@ -98,7 +98,7 @@ class Slots:
         return self._catalog.run_once(request.request_id, make, pb.AcquireResponse)
 
     def _without_slots(self, partition: Partition, task_name: str, *, is_end: bool) -> pb.AcquireResponse:
-        """Return a response without slots. Its status is "not yet", or "end" if the partition is sealed."""
+        """Return a response without slots, whose status is "end" if the partition is sealed and "not yet" otherwise."""
         task = self._catalog.task(partition, task_name)
         answer = EndCounts(consumed_count=task.consumed_count, kept_count=task.kept_count) if is_end else NotYet()
         return converters.slots_answer(
@@ -107,17 +107,17 @@ class Slots:
 
 
 def _check_holding(catalog: Catalog, request: pb.AcquireRequest) -> ClaimAcked | None:
-    """Refuse a worker whose lease on its previous samples has expired.
+    """Reject a worker whose lease on its previous samples has expired.
 
     Returns:
-        A validated change that acknowledges the samples and cannot fail in this step. None if the request does not
+        A validated change that acknowledges the samples and cannot fail in this step, or None if the request does not
         acknowledge samples.
 
     Raises:
         LeaseExpiredError: the lease on the samples has expired.
         SampleNotFoundError: the samples were cleared, so the claim is unknown.
         InvalidArgumentError: the request lists no samples, the samples do not belong to the claim, or they are only
-            some members of a group that must stay together.
+            some of the members of a group that must stay together.
     """
     holding = request.holding
     indexes, claim = np.array(holding.global_indexes, np.int64), converters.leased_claim(holding)
@@ -126,7 +126,7 @@ def _check_holding(catalog: Catalog, request: pb.AcquireRequest) -> ClaimAcked |
     if claim is None or not indexes.size:
         missing = "claim" if claim is None else "global_indexes"
         raise InvalidArgumentError(
-            f"holding lacks {missing}; expected samples that the worker has leased, and their claim. Set both, or "
+            f"holding lacks {missing}; expected samples that the worker has leased and their claim. Set both, or "
             f"unset holding and ack.",
             field=f"holding.{missing}",
         )

@@ -1,4 +1,4 @@
-"""gRPC methods of the storage service, which stream bytes to and from the storage engine."""
+"""The storage service's gRPC methods, which stream bytes to and from the storage engine."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ _LEAST_FRAME_BYTES: Final = 16 << 10
 
 
 def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndpoint:
-    """Return an engine's endpoint. If `address` is empty, clients use the controller's address."""
+    """Return the endpoint of an engine. If `address` is empty, clients use the controller's address."""
     return metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
 
 
 class EngineDriver:
-    """An `AsyncDriver` that calls this process's engine directly. Use it from a single event loop."""
+    """An `AsyncDriver` that calls this process's engine directly. Use each driver from a single event loop."""
 
     def __init__(
         self, engine: StorageEngine, mirroring: Mirroring | None = None, keys: ReceiptKeys | None = None
@@ -96,8 +96,9 @@ class EngineDriver:
 
         Args:
             engine: this process's engine.
-            mirroring: provides the engines of instances adopted from lost storage services. None without a mirror.
-            keys: receipt keys for controllers in other processes. None if the controller runs in this process.
+            mirroring: provider of the engines of instances adopted from lost storage services, or None without a
+                mirror.
+            keys: receipt keys for controllers in other processes, or None if the controller runs in this process.
         """
         self._engine = engine
         self._mirroring = mirroring
@@ -114,7 +115,7 @@ class EngineDriver:
         store: BlobStore | None = None,
         waiting: contextlib.AbstractContextManager[None] | None = None,
     ) -> AsyncIterator[PendingPut | None]:
-        """Reserve capacity for a put whose bytes are written in the `async with` block, then complete the put.
+        """Reserve capacity for a put whose bytes are written inside the `async with` block, then complete the put.
 
         If the block raises an error, the put is removed.
 
@@ -124,10 +125,10 @@ class EngineDriver:
         Args:
             header: header of the put.
             columns: columns described in the header.
-            until: time at which to stop waiting, on the engine's clock. None to wait indefinitely.
+            until: time at which to stop waiting, on the engine's clock, or None to wait indefinitely.
             for_existing_rows: whether the put may use the capacity reserved for rows of existing samples.
             store: blob store for the put's bytes. See `StorageEngine.reserve`.
-            waiting: context manager that is entered while the put waits for capacity.
+            waiting: context manager to enter while the put waits for capacity.
         """
         with waiting or contextlib.nullcontext():
             pending = await self._engine.reserve(
@@ -170,9 +171,9 @@ class EngineDriver:
             return list(zip(reading.headers, receiver.finish(), strict=True))
 
     async def open(self, request: pb.GetRequest) -> Reading:
-        """Open a reading of the requested cells. The cells do not change until the reading is closed.
+        """Open a reading of the requested cells, which do not change until the reading is closed.
 
-        Close the reading by using it as a context manager.
+        To close the reading, use it as a context manager.
         """
         engine = self.engine_of(request.boot_id)
         await engine.check(request.put_ids)
@@ -180,11 +181,11 @@ class EngineDriver:
         return await engine.open_long_read(runs, list(request.put_ids), request.slices)
 
     def engine_of(self, boot_id: bytes) -> StorageEngine:
-        """Return the engine for an instance id: this service's own engine, or the engine of an adopted instance.
+        """Return the engine for an instance id: either this service's own engine or that of an adopted instance.
 
         Raises:
             DataLossError: the instance is unknown to this storage service.
-            UnavailableError: the instance is unknown, but this process has not registered since its restart.
+            UnavailableError: the instance is unknown, and this process has not yet registered since it was restarted.
             InvalidArgumentError: `boot_id` is not a valid instance id.
         """
         if boot_id == self._engine.boot_id:
@@ -194,36 +195,37 @@ class EngineDriver:
             check_passed_on("boot_id", boot_id)
             if self._keys is not None and not self._keys.is_registered:
                 raise UnavailableError(
-                    f"storage service {self._engine.storage_id!r} has restarted and is not registered with a "
-                    "controller yet, so it is not known whether another service took over these cells. Retry later."
+                    f"storage service {self._engine.storage_id!r} has restarted and is not yet registered with "
+                    "a controller, so it cannot tell whether another service took over these cells. Retry later."
                 )
             raise DataLossError(
                 f"storage service {self._engine.storage_id!r} has restarted since these cells were put, so they are "
-                f"lost; put them again, or clear them",
+                f"lost. Put the data again, or clear the cells",
                 metadata={"storage_id": self._engine.storage_id},
             )
         return adopted.engine
 
 
 class StorageServicer:
-    """Implements `StorageService` and `StorageControlService`. The protos document each method.
+    """Implements `StorageService` and `StorageControlService`. Each method is documented in the protos.
 
     Args:
-        engine: stores the bytes.
+        engine: engine that stores the bytes.
         endpoint: endpoint at which clients reach the engine.
-        commits: commits puts to the controller in this process. None if the controller runs in another process.
-        keys: receipt keys for controllers in other processes. Not needed if the controller runs in this process.
+        commits: handler that commits puts to the controller in this process, or None if the controller runs in another
+            process.
+        keys: receipt keys for controllers in other processes, not needed if the controller runs in this process.
         controller_id: id of the controller in this process.
-        shared_memory: shares memory with clients on this host. None if shared memory is off.
-        bulk: transfers the bytes of large puts and gets. None if the bulk port is off.
+        shared_memory: server that shares memory with clients on this host, or None if shared memory is off.
+        bulk: server that transfers the bytes of large puts and gets, or None if the bulk port is off.
         bulk_address: address of the bulk port, sent to clients as `StatResponse.bulk_address`.
-        stall_seconds: time after which a stream is ended if its client transfers no bytes.
-        min_stream_rate_bytes: minimum transfer rate of all streams combined, in bytes per second, while puts wait for
+        stall_seconds: time after which a stream is ended if the client transfers no bytes.
+        min_stream_rate_bytes: minimum combined transfer rate of all streams, in bytes per second, while puts wait for
             capacity.
-        waiting: counts calls that wait for capacity.
+        waiting: counter of calls that wait for capacity.
         max_puts: maximum number of stored puts.
         max_uncommitted_puts: maximum number of stored puts that wait for a separate Commit call.
-        mirroring: adopts the puts of lost storage services. None without a mirror.
+        mirroring: manager that adopts the puts of lost storage services, or None without a mirror.
     """
 
     def __init__(
@@ -262,7 +264,7 @@ class StorageServicer:
         self._get_count = 0
 
     def end_slow_streams(self) -> None:
-        """End streams that are slower than their minimum rate, but only if puts are waiting for capacity."""
+        """If puts are waiting for capacity, end streams that are slower than their minimum rate."""
         if self._engine.has_waiting_puts:
             self._least_rate.enforce()
 
@@ -321,7 +323,7 @@ class StorageServicer:
         async def receive(pending: PendingPut) -> None:
             if len(values) != request.header.size_bytes:
                 raise InvalidArgumentError(
-                    f"values is {len(values)} bytes, but size_bytes is {request.header.size_bytes}; send the bytes of "
+                    f"values has {len(values)} bytes, but size_bytes is {request.header.size_bytes}; send the bytes of "
                     "all columns",
                     field="values",
                     metadata={"got": str(len(values)), "expected": str(request.header.size_bytes)},
@@ -333,14 +335,14 @@ class StorageServicer:
             return await self._allocate(request, context)
         if len(values) > INLINE_BYTES:
             raise InvalidArgumentError(
-                f"values is {len(values)} bytes; PutInline accepts at most {INLINE_BYTES}. Send larger puts with Put.",
+                f"values has {len(values)} bytes; PutInline accepts at most {INLINE_BYTES}. Use Put for larger puts.",
                 field="values",
                 metadata={"got": str(len(values)), "limit": str(INLINE_BYTES)},
             )
         return pb.PutInlineResponse(put=await self._take(request.header, receive, context))
 
     async def _allocate(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
-        """Allocate a put without data, and offer its shared-memory region to the client, which fills it later."""
+        """Allocate a put without data and offer its shared-memory region to the client, to be filled later."""
         blobs: list[Blob] = []
 
         async def receive(pending: PendingPut) -> None:
@@ -350,7 +352,7 @@ class StorageServicer:
         session = self._session_for_put(request.header)
         if session is None or not session.can_allocate:
             raise PreconditionError(
-                "no shared memory is available for a put whose data is filled in later; send the put with its data"
+                "no shared memory is available for a put whose data is filled in later; send the data with the put"
             )
         _check_allocates(request)
         answer = pb.PutInlineResponse(
@@ -365,7 +367,7 @@ class StorageServicer:
     def _session_for_put(self, header: pb.PutHeader) -> Session | None:
         """Return the shared-memory session that receives a put's bytes.
 
-        Return None if the bytes are sent over gRPC or bulk connections.
+        The result is None if the bytes are sent over gRPC or bulk connections.
         """
         if self._shared_memory is None or header.size_bytes <= INLINE_BYTES:
             return None
@@ -390,7 +392,7 @@ class StorageServicer:
             if commits is None:
                 raise InvalidArgumentError(
                     "commit is set, but this storage service is not in the controller's process; send Commit to the "
-                    "controller after the put",
+                    "controller after the put instead",
                     field="commit",
                 )
             commits.check(header.commit)
@@ -402,7 +404,7 @@ class StorageServicer:
         if header.size_bytes != sum(column.value_bytes for column in columns):
             raise InvalidArgumentError(
                 f"size_bytes is {header.size_bytes}, but the columns contain "
-                f"{sum(column.value_bytes for column in columns)} bytes; set size_bytes to the total of all columns",
+                f"{sum(column.value_bytes for column in columns)} bytes. Set size_bytes to the total of all columns",
                 field="size_bytes",
             )
         self._check_controller(header)
@@ -448,7 +450,7 @@ class StorageServicer:
         return answer
 
     def _receipt(self, header: pb.PutHeader) -> bytes:
-        """Return the receipt of a complete put, or b"" if the put has been committed."""
+        """Return the receipt of a complete put, or b"" if the put has already been committed."""
         given_at = self._engine.receipt_time(header.put_id)
         if given_at is None:
             return b""
@@ -463,7 +465,7 @@ class StorageServicer:
         return self._keys.seal(header.controller_id, receipt)
 
     def _check_controller(self, header: pb.PutHeader) -> None:
-        """Refuse a put unless its controller runs in this process or has registered this storage service."""
+        """Reject a put unless its controller runs in this process or has registered this storage service."""
         if self._commits is None:
             self._keys.check_registered(header.controller_id)
             return
@@ -473,7 +475,7 @@ class StorageServicer:
         header.controller_id = self._controller_id
 
     def _check_put_counts(self, header: pb.PutHeader) -> None:
-        """Refuse a new put if the maximum number of puts has been reached. Retries of stored puts are accepted."""
+        """Reject a new put if the maximum number of puts has been reached. Retries of stored puts are accepted."""
         stat = self._engine.stat()
         counts = [("max_puts", stat.put_count, self._max_puts)]
         if not header.HasField("commit"):
@@ -481,7 +483,7 @@ class StorageServicer:
         for limit_name, count, limit in counts:
             if count >= limit and self._engine.partition_of(header.put_id) is None:
                 raise LimitExceededError(
-                    f"this storage service already stores {count} puts, and {limit_name} allows {limit}; put more "
+                    f"this storage service already stores {count} puts, and {limit_name} is {limit}. Put more "
                     "samples per call, or clear consumed samples",
                     retry_after_seconds=RETRY_AFTER_SECONDS,
                     metadata={"limit_name": limit_name, "got": str(count + 1), "limit": str(limit)},
@@ -531,7 +533,7 @@ class StorageServicer:
         progress: Progress,
         stack: contextlib.ExitStack,
     ) -> Transfer:
-        """Open the bulk transfer of a get. The transfer takes over the resources on `stack`, which then closes it."""
+        """Open the bulk transfer for a get. It takes over the resources on `stack` and is closed by `stack`."""
         slices = await reading.gather_list(without)
 
         def send(connection: BulkConnection, start: int, end: int, moved: Moved) -> None:
@@ -546,9 +548,9 @@ class StorageServicer:
         return transfer
 
     def _frame_bytes(self) -> int:
-        """Return the size of a get's next frame, in bytes.
+        """Return the size in bytes of the next frame of a get.
 
-        Frames shrink as more gets run, because each get keeps a frame in memory until its client reads the frame.
+        Frames shrink as more gets run, because each get keeps a frame in memory until the client reads the frame.
         """
         return max(_LEAST_FRAME_BYTES, min(DEFAULT_FRAME_BYTES, _SENT_BYTES // self._get_count))
 
@@ -571,7 +573,7 @@ class StorageServicer:
     ) -> tuple[Session | None, Sequence[SharedMemory], pb.SharedColumns]:
         """Return the session, memories and columns that can be read through shared memory.
 
-        If no column can be read through shared memory, the session is None.
+        The session is None if no column can be read through shared memory.
         """
         memories, columns = reading.shared_part(with_regions=True) if request.shared_memory_session else ([], [])
         session = self._session(request.shared_memory_session) if columns else None
@@ -609,14 +611,14 @@ class StorageServicer:
             gone = {each.put_id for each in cells}  # puts that an earlier attempt of this call may have freed
             for put_id in filter(may_change, request.committed_put_ids):
                 if not engine.confirm(put_id) and put_id not in gone:
-                    _log.error(LogMessage("a put that contains cells of samples is missing", put_id=put_id))
+                    _log.error(LogMessage("a put that holds cells of samples is missing", put_id=put_id))
             freed_at = engine.puts.clock()
             engine.free([each for each in cells if may_change(each.put_id)])
             return storage_control_pb2.UpdatePutsResponse(freed_at=freed_at, receipts_valid_from=engine.puts.valid_from)
         return storage_control_pb2.UpdatePutsResponse()
 
     def _keys_of(self, boot_id: bytes) -> ReceiptKeys:
-        """Return an instance's receipt keys. The instance is either this storage service or an adopted instance."""
+        """Return the receipt keys of an instance, which is either this storage service or an adopted instance."""
         adopted = None if self._mirroring is None else self._mirroring.adopted.get(boot_id)
         return self._keys if adopted is None else adopted.keys
 
@@ -652,7 +654,7 @@ class StorageServicer:
             if state is not None:
                 engine.end_reconciliation(state)
         raise InvalidArgumentError(
-            "the stream ended before its last message, so no puts were dropped; send the list again", field="is_last"
+            "the stream ended before its last message, so no puts were dropped. Send the list again", field="is_last"
         )
 
     async def Adopt(
@@ -662,27 +664,27 @@ class StorageServicer:
         self._keys.check_epoch(request.controller_id, request.epoch)
         if self._mirroring is None:
             raise PreconditionError(
-                f"storage service {self._engine.storage_id!r} has no mirror from which to take over puts; start it "
-                "with the setting mirror"
+                f"storage service {self._engine.storage_id!r} has no mirror from which to take over puts. Start the "
+                "service with the setting mirror"
             )
         adopted = await self._mirroring.take_over(request.storage_id, request.boot_id, self._engine, request.search_id)
         return storage_control_pb2.AdoptResponse(put_count=adopted.engine.stat().put_count)
 
 
 def _check_commit(header: pb.PutHeader) -> None:
-    """Refuse a put whose commit is for another partition or sets fields reserved for a separate Commit call."""
+    """Reject a put whose commit is for another partition or sets fields reserved for a separate Commit call."""
     check_name("partition_id", header.partition_id)
     if not header.HasField("commit"):
         return
     for name, is_sent in (("placement", header.commit.HasField("placement")), ("columns", header.commit.columns)):
         if is_sent:
             raise InvalidArgumentError(
-                f"the put's commit sets {name}, which the put itself defines; unset it in PutHeader.commit",
+                f"the put's commit sets {name}, which the put itself defines; unset the field in PutHeader.commit",
                 field=name,
             )
     if not header.commit.HasField("write"):
         raise InvalidArgumentError(
-            "the put's commit lacks a write; set write to describe the samples that the rows belong to", field="write"
+            "the put's commit has no write; set write to describe the samples that the rows belong to", field="write"
         )
     if header.commit.write.partition_id != header.partition_id:
         raise InvalidArgumentError(
@@ -693,13 +695,13 @@ def _check_commit(header: pb.PutHeader) -> None:
 
 
 def _check_allocates(request: pb.PutInlineRequest) -> None:
-    """Refuse an allocating put that contains values, a commit, or object columns."""
+    """Reject an allocating put that contains values, a commit, or object columns."""
     header = request.header
     has_objects = any(column.spec.layout == metadata_pb2.LAYOUT_OBJECT for column in header.columns)
     for name, is_wrong in (("values", request.values), ("commit", header.HasField("commit")), ("columns", has_objects)):
         if is_wrong:
             raise InvalidArgumentError(
-                "a put with allocates set must not contain values, a commit, or object columns; send only numeric "
+                "a put with allocates set must not contain values, a commit, or object columns. Send only numeric "
                 "columns, and call Commit once the data is written",
                 field=name,
             )
@@ -709,20 +711,20 @@ async def _read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:
     async for part in parts:
         if isinstance(part, pb.PutHeader):
             return part
-        raise InvalidArgumentError(f"a put must begin with its header, got {_name(part)}", field="header")
-    raise InvalidArgumentError("a put must begin with its header, got an empty stream", field="header")
+        raise InvalidArgumentError(f"a put must begin with its header; got {_name(part)}", field="header")
+    raise InvalidArgumentError("a put must begin with its header; got an empty stream", field="header")
 
 
 async def _read_end(parts: AsyncIterator[Part], way: str) -> None:
     async for part in parts:
         raise InvalidArgumentError(
-            f"the bytes of this put are sent over {way}; expected the end of the stream, got {_name(part)}",
+            f"the bytes of this put are sent over {way}; expected the end of the stream but got {_name(part)}",
             field="frame",
         )
 
 
 async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
-    """Offer a put's shared-memory region to the client, and wait until the client has filled it."""
+    """Offer a put's shared-memory region to the client and wait until the client has filled the region."""
     region = pending.require_open().values.backing
     with contextlib.closing(session.offer([region])) as offer:
         needs_no_turn.set(True)
@@ -730,12 +732,12 @@ async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIte
         await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_REGION), (REGION_KEY, named)))
         await _read_end(parts, "shared memory")
     if not offer.is_filled:
-        raise UnavailableError("the client did not fill the put's shared memory; retry over gRPC")
+        raise UnavailableError("the client did not fill the put's shared memory; retry the put over gRPC")
     await pending.end_filling()
 
 
 async def _receive_fd(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
-    """Receive a put's bytes in a sealed memory file. The client sends the file's descriptor over the session."""
+    """Receive a put's bytes in a sealed memory file, whose descriptor the client sends over the session."""
     with session.awaiting(pending.put_id) as take_fd:
         needs_no_turn.set(True)
         await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FD),))
@@ -743,7 +745,7 @@ async def _receive_fd(pending: PendingPut, session: Session, parts: AsyncIterato
         try:
             await pending.map_fd(take_fd())
         except OSError as error:
-            raise UnavailableError(f"a put's shared memory cannot be used: {error}") from error
+            raise UnavailableError(f"the put's shared memory could not be used: {error}") from error
 
 
 def _progress_bytes(part: Part) -> int:
@@ -753,7 +755,7 @@ def _progress_bytes(part: Part) -> int:
 def _frame(part: Part) -> memoryview:
     if isinstance(part, memoryview):
         return part
-    raise InvalidArgumentError(f"a put's header must be followed by frames, got {_name(part)}", field="frame")
+    raise InvalidArgumentError(f"a put's header must be followed by frames; got {_name(part)}", field="frame")
 
 
 def _name(part: Part) -> str:
@@ -761,7 +763,7 @@ def _name(part: Part) -> str:
 
 
 def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None = None) -> pb.GetHeader:
-    """Return the header of a get response, which describes the columns and how their bytes are sent."""
+    """Return the header of a get response, which describes the columns and the way their bytes are sent."""
     return pb.GetHeader(
         row_count=reading.row_count,
         columns=map(encode_header, reading.headers),
@@ -771,7 +773,7 @@ def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicke
 
 
 async def _encoded(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None) -> bytes:
-    """Encode the header of a get response. If there are many rows, encode it in a thread."""
+    """Encode the header of a get response, in a thread if there are many rows."""
     if reading.row_count < MANY_ROWS:
         return encode_part(_get_header(reading, shared, ticket))
     return await asyncio.to_thread(lambda: encode_part(_get_header(reading, shared, ticket)))
@@ -787,12 +789,12 @@ def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
 
     Raises:
         InvalidArgumentError: `first_rows` and `row_counts` differ in length, or the message lists more rows than a put
-            may have.
+            may contain.
     """
     if len(cells.first_rows) != len(cells.row_counts):
         raise InvalidArgumentError(
-            f"the put's cells list {len(cells.first_rows)} first_rows and {len(cells.row_counts)} row_counts; send "
-            f"one of each per run of rows, or neither to name all rows",
+            f"the put's cells list {len(cells.first_rows)} first_rows and {len(cells.row_counts)} row_counts. Send "
+            f"one of each per run of rows, or neither to select all rows",
             field="cells",
         )
     rows = None
@@ -801,7 +803,7 @@ def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
         if counts.min() < 0 or counts.max() > MAX_ROWS or counts.sum() > MAX_ROWS:
             raise InvalidArgumentError(
                 f"the put's cells contain runs of {counts.min()} to {counts.max()} rows, {counts.sum()} in total; "
-                f"expected 0 to {MAX_ROWS}",
+                f"expected 0 to {MAX_ROWS} rows",
                 field="cells",
             )
         rows = expand_runs(decode_integers(cells.first_rows), counts)

@@ -1,4 +1,4 @@
-"""Registers the storage services of a controller, places puts, and finds the storage service of a put."""
+"""Registers a controller's storage services, places puts, and finds the storage service that holds a put."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class EmbeddedStorage:
     """The storage service in the controller's process.
 
     Args:
-        engine: storage engine. Its owner closes it.
+        engine: storage engine, closed by its owner.
         endpoint: endpoint at which clients reach the engine.
-        driver: writes puts to the engine and reads their bytes.
+        driver: driver that writes puts to the engine and reads their bytes.
 
     Attributes:
-        turns: virtual start time and size in bytes of the last put placed here, by size class. See
+        turns: virtual start time and size (in bytes) of the last put placed here, by size class. See
             `StorageRegistry.place`.
     """
 
@@ -99,10 +99,10 @@ class EmbeddedStorage:
         )
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return what a receipt of the put would contain, read from the put itself.
+        """Return the contents that a receipt of the put would have, read from the put itself.
 
         Raises:
-            InvalidArgumentError: the receipt is not empty. This storage service does not issue receipts.
+            InvalidArgumentError: the receipt is not empty, although this storage service does not issue receipts.
             PutNotFoundError: the put does not exist.
         """
         if receipt:
@@ -115,7 +115,7 @@ class EmbeddedStorage:
         return PutReceipt(for_existing_rows=put.for_existing_rows, columns_digest=columns_digest(put.shapes()))
 
     async def close(self) -> None:
-        """Do nothing, because the engine is closed by its owner."""
+        """Do nothing, because the engine's owner closes it."""
 
 
 Storage: TypeAlias = EmbeddedStorage | RemoteStorage
@@ -129,12 +129,14 @@ class StorageRegistry:
         embedded: storage service in this process, or None.
         heartbeat_seconds: interval at which storage services in other processes send heartbeats.
         credentials: credentials of this controller.
-        snapshot_cells: returns the cells that samples currently use, by partition.
-        controller_id: id of this controller as the owner of puts, unchanged by restarts. None for a random id.
-        epoch: returns this controller's epoch in its cluster, or 0 without a cluster.
-        after_durable: calls its argument once all changes made so far are durable.
-        takes_heartbeats: returns whether heartbeats reach the registry. False while middleware refuses them.
-        supervisor: runs the background tasks. None for a private supervisor.
+        snapshot_cells: function that returns the cells currently used by samples, by partition.
+        controller_id: id of this controller as the owner of puts, which restarts do not change, or None for a random
+            id.
+        epoch: function that returns this controller's epoch in its cluster, or 0 without a cluster.
+        after_durable: function that calls its argument once all changes made so far are durable.
+        takes_heartbeats: function that returns whether heartbeats reach the registry, which is False while middleware
+            rejects them.
+        supervisor: supervisor of the background tasks, or None to create one.
 
     Attributes:
         puts: record of all puts in the storage services.
@@ -174,7 +176,7 @@ class StorageRegistry:
 
     @property
     def count(self) -> int:
-        """Number of registered storage services, including silent services."""
+        """Number of registered storage services, including silent ones."""
         return len(self._storages)
 
     def statuses(self) -> list[StorageStatus]:
@@ -185,20 +187,21 @@ class StorageRegistry:
     def counts(self) -> dict[str, int]:
         """Return the numbers of available, silent and lost storage services.
 
-        A service is silent if it has stopped sending heartbeats. A service is lost until another service has adopted
-        its puts. A service may be both silent and lost.
+        A service is silent if it has stopped sending heartbeats. A service counts as lost until another service has
+        adopted its puts. A service may be both silent and lost.
         """
         there = sum(not storage.is_silent for storage in self._storages.values())
         return {"available": there, "silent": len(self._storages) - there, "lost": len(self.adoptions.lost)}
 
     def adoption_counts(self) -> tuple[int, int]:
-        """Return how many storage services with a mirror have been lost, and how many of them have been adopted."""
+        """Return how many storage services with a mirror have been lost and how many of those have been adopted."""
         return self.adoptions.lost_count, self.adoptions.taken_over_count
 
     def endpoint_of(self, storage_id: str, boot_id: bytes) -> StorageEndpoint | None:
         """Return the endpoint at which clients reach an instance, or None if the endpoint is currently unknown.
 
-        If an instance is lost permanently, return the endpoint of the restarted service, which responds with DATA_LOSS.
+        If the instance is permanently lost, return the endpoint of the restarted service, which responds with
+        DATA_LOSS.
         """
         if self._is_awaited(storage_id, boot_id):
             return None
@@ -206,7 +209,7 @@ class StorageRegistry:
         return None if storage is None else storage.endpoint
 
     def _is_awaited(self, storage_id: str, boot_id: bytes) -> bool:
-        """Return whether an instance may register later, because it is lost or has not registered yet."""
+        """Return whether an instance may register later because it is lost or has not yet registered."""
         instance = storage_id, boot_id
         return instance in self.adoptions.lost or instance in self.adoptions.expected
 
@@ -218,7 +221,7 @@ class StorageRegistry:
         return storage
 
     def recover(self) -> None:
-        """Collect the committed puts of the recovered samples, and reconcile the embedded storage with them."""
+        """Collect the committed puts of the recovered samples and reconcile the embedded storage with these puts."""
         self.puts.recover()
         embedded = self.embedded
         elsewhere = {each for each in self.puts.instances() if embedded is None or each[0] != embedded.storage_id}
@@ -238,12 +241,12 @@ class StorageRegistry:
     def on_heartbeat(self, request: RegisterStorageRequest) -> RegisterStorageResponse:
         """Record a heartbeat and register the storage service that sent it.
 
-        If the service has restarted, the new process replaces the old process. The response lists overdue puts that are
-        unknown to this controller. These puts can never be committed, because their receipts are void. Overdue puts of
+        If the service has restarted, the new process replaces the old one. The response lists the overdue puts that are
+        unknown to this controller. Such puts can never be committed, because their receipts are void. Overdue puts of
         other controllers are ignored.
 
         Raises:
-            AlreadyExistsError: the name is used by the embedded storage, or by a live service that registered later.
+            AlreadyExistsError: the name is in use by the embedded storage or by a live service that registered later.
             LimitExceededError: too many storage services are registered.
             PreconditionError: another service has adopted this service's puts.
         """
@@ -283,7 +286,7 @@ class StorageRegistry:
         if replaced is not None and not replaced.is_silent and instance not in self.adoptions.lost:
             raise PreconditionError(
                 f"storage service {instance[0]!r} is alive under instance id {instance[1].hex()} at "
-                f"{replaced.endpoint.address}; release the puts that were taken over from it"
+                f"{replaced.endpoint.address}. Release the puts that were taken over from it"
             )
         if replaced is not None:
             self._close(replaced)
@@ -308,7 +311,7 @@ class StorageRegistry:
         known = self._storages.get(endpoint.storage_id)
         if known is not None and known is self.embedded:
             raise AlreadyExistsError(
-                f"the storage service in the controller's process is named {endpoint.storage_id!r}; set a "
+                f"the storage service in the controller's process is already named {endpoint.storage_id!r}. Set a "
                 "different storage_id for each service",
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
@@ -321,7 +324,7 @@ class StorageRegistry:
         ):
             raise AlreadyExistsError(
                 f"the storage service at {replaced.endpoint.address} is also named {endpoint.storage_id!r} and "
-                f"registered after this one at {endpoint.address}; set a different storage_id for each service",
+                f"registered after this one at {endpoint.address}. Set a different storage_id for each service",
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
         if known is None and len(self._storages) >= _MOST_STORAGES:
@@ -341,12 +344,12 @@ class StorageRegistry:
         return storage
 
     def _forget_lost(self) -> None:
-        """Forget silent storage services that contain no samples, such as services in deleted pods."""
+        """Forget silent storage services that contain no samples, such as those in deleted pods."""
         holders = {storage_id for storage_id, _ in self.puts.instances()}
         lost = [each for each in self._storages.values() if each.is_silent and each.storage_id not in holders]
         if not lost:
             raise LimitExceededError(
-                f"{len(self._storages) + 1} storage services would be registered; expected at most {_MOST_STORAGES}",
+                f"the number of storage services would be {len(self._storages) + 1}; expected at most {_MOST_STORAGES}",
                 metadata={
                     "limit_name": "storage services",
                     "got": str(len(self._storages) + 1),
@@ -365,7 +368,7 @@ class StorageRegistry:
     def expire(self) -> Iterator[int]:
         """Drop overdue puts in the embedded storage unless they are being committed.
 
-        Storage services in other processes ask the controller about their overdue puts in heartbeats.
+        Storage services in other processes ask the controller about their overdue puts in their heartbeats.
 
         Yields:
             The number of puts dropped in each slice.
@@ -378,18 +381,18 @@ class StorageRegistry:
             yield engine.on_answer(asked, unknown)
 
     def place(self, size_bytes: int, put_id: bytes = b"") -> PlacePutResponse:
-        """Choose a storage service for a put, and grant the client storage services for puts in the near future.
+        """Choose a storage service for a put, and grant the client storage services for its next puts.
 
         Puts of similar size are distributed by start-time fair queueing (Goyal, Vin and Cheng 1996). Each storage
-        service receives a share in proportion to its free bytes, regardless of the age of its last heartbeat. Each
-        power of two of the put size has a separate queue. A service that has received a large put therefore still
+        service receives a share proportional to its free bytes, regardless of the age of its last heartbeat. There is a
+        separate queue for each power of two of the put size. A service that has received a large put therefore still
         receives its share of small puts. If all services are full, the put waits at the service with the most free
         bytes.
 
         Args:
             size_bytes: size of the put.
-            put_id: id of the put, or b"" for a new put. If the put has been placed before, the earlier attempt has
-                failed, so another service is chosen.
+            put_id: id of the put, or b"" for a new put. If the put was placed before, the earlier attempt has failed,
+                so another service is chosen.
 
         Raises:
             UnavailableError: no storage service is available.
@@ -403,8 +406,8 @@ class StorageRegistry:
         if not fitting:
             largest = max(each.max_bytes or 0 for each in known)
             raise QuotaExceededError(
-                f"a put of {size_bytes} bytes exceeds the largest quota of any storage service, {largest} bytes; "
-                f"split the put, or raise max_bytes",
+                f"a put of {size_bytes} bytes exceeds the largest quota of any storage service, {largest} bytes. "
+                f"Split the put, or raise max_bytes",
                 metadata={"limit_name": "max_bytes", "got": str(size_bytes), "limit": str(largest)},
             )
         least_bytes = max(size_bytes, 1)
@@ -433,7 +436,7 @@ class StorageRegistry:
         )
 
     def _next_in_turn(self, spare: Mapping[Storage, int], size_bytes: int) -> Storage:
-        """Return the storage service whose turn is next, and record its turn.
+        """Return the storage service whose turn is next, and record the turn.
 
         A service's turn is the virtual end time of its last put in this size class. The end time is the put's start
         time plus the put's size divided by the service's spare bytes. A turn is never earlier than the last recorded
@@ -452,9 +455,9 @@ class StorageRegistry:
         return first
 
     def _granted(self, first: Storage, spare: Mapping[Storage, int]) -> list[Storage]:
-        """Return the services to grant for later small puts. Each service is repeated in proportion to its spare bytes.
+        """Return the services to grant for later small puts, each repeated in proportion to its spare bytes.
 
-        The embedded storage is never combined with other services, because clients reach it in a different way.
+        The embedded storage is never combined with other services, because clients access it differently.
         """
         if first is self.embedded or first not in spare:
             return [first]
@@ -469,10 +472,10 @@ class StorageRegistry:
         return granted
 
     def require(self, put: Put) -> Storage:
-        """Return the storage service that contains an uncommitted put.
+        """Return the storage service that holds an uncommitted put.
 
-        Puts of a lost service are refused, because the service may still be alive and accept puts that its successor
-        did not find in the mirror. Puts committed before the loss was detected have copies in the mirror.
+        Puts to a lost service are rejected, because the service may still be alive and accepting puts that its
+        successor did not find in the mirror. Puts committed before the loss was detected have copies in the mirror.
 
         Raises:
             UnavailableError: the storage service has not registered.
@@ -481,7 +484,7 @@ class StorageRegistry:
         storage = self._find(put.storage_id, put.boot_id)
         if storage is None and put.storage_id not in self._storages:
             raise UnavailableError(
-                f"storage service {put.storage_id!r} has not registered with this controller yet; retry later"
+                f"storage service {put.storage_id!r} has not yet registered with this controller; retry later"
             )
         if storage is None:
             raise DataLossError(
@@ -497,7 +500,7 @@ class StorageRegistry:
         return storage
 
     def driver(self, storage_id: str, boot_id: bytes) -> AsyncDriver:
-        """Return the driver that transfers an instance's bytes. Call `Puts.mark_committed` after a put.
+        """Return the driver that transfers an instance's bytes. After a put, call `Puts.mark_committed`.
 
         Raises:
             UnavailableError: another service is adopting this instance's puts.
@@ -507,11 +510,11 @@ class StorageRegistry:
             raise UnavailableError(f"the puts of storage service {storage_id!r} are being taken over; retry later")
         storage = self._find(storage_id, boot_id)
         if storage is None:
-            raise DataLossError(f"storage service {storage_id!r} is lost, or has restarted without its data")
+            raise DataLossError(f"storage service {storage_id!r} is lost or has restarted without its data")
         return storage.driver
 
     async def close(self) -> None:
-        """Free the cells that are due, stop background tasks, and close the connections to storage services."""
+        """Free all cells due to be freed, stop background tasks, and close the connections to storage services."""
         await self.puts.close()
         storages = [*self._storages.values(), *self.adoptions.taken.values()]
         await asyncio.gather(*(storage.close() for storage in storages), *self._closing)

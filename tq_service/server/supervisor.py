@@ -1,4 +1,4 @@
-"""Runs the background tasks of a service, and shuts down the service after a fatal failure."""
+"""Runs the background tasks of a service and shuts down the service after a fatal failure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FAILED_EXIT_CODE: Final = 70
 
 
 class Supervisor:
-    """Runs background tasks, and stops the service after a fatal failure. Use it from a single event loop.
+    """Runs background tasks and stops the service after a fatal failure. Use a supervisor from a single event loop.
 
     running -> `fatal` -> callbacks registered with `on_fatal`, in order -> the owner stops the service
 
     Attributes:
-        failure: error that caused the service to fail, or None if the service has not failed.
+        failure: error that reports why the service failed, or None if the service has not failed.
     """
 
     def __init__(self) -> None:
@@ -32,16 +32,16 @@ class Supervisor:
         self._is_stopping = False
 
     def on_fatal(self, callback: Callable[[ServiceFailedError], object]) -> None:
-        """Register a callback to run immediately when a fatal failure occurs. The callback must not block."""
+        """Register a callback to be run as soon as a fatal failure occurs. The callback must not block."""
         self._on_fatal.append(callback)
 
     def start(self, name: str, work: Coroutine[Any, Any, None], *, may_end: bool = False) -> asyncio.Task[None]:
-        """Run a background task until `stop`. An exception raised by the task is a fatal failure.
+        """Run a background task until `stop` is called. An exception raised by the task is a fatal failure.
 
         Args:
             name: description of the task in log messages.
             work: coroutine to run.
-            may_end: whether the task may end before `stop` is called. If false, an early end is a fatal failure.
+            may_end: whether the task may end before `stop` is called. Otherwise, an early end is a fatal failure.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
@@ -63,7 +63,7 @@ class Supervisor:
 
         Args:
             reason: reason for the failure, shown in the log and in `failure`.
-            cause: exception that caused the failure, or None.
+            cause: exception that caused the failure, or None if there is none.
         """
         if self.failure is not None:
             return
@@ -82,7 +82,7 @@ class Supervisor:
                 _log.exception(LogMessage("a callback failed while the service was stopping", callback=name))
 
     def raise_failure(self) -> None:
-        """Raise the failure if the service has failed.
+        """Raise the recorded failure if the service has failed.
 
         Raises:
             ServiceFailedError: the service has failed.
@@ -101,9 +101,9 @@ class Supervisor:
 
 @contextlib.asynccontextmanager
 async def failing_with(supervisor: Supervisor) -> AsyncIterator[None]:
-    """Cancel the body of an `async with` block when the service fails, and raise the failure from the block.
+    """Cancel the body of an `async with` block when the service fails, and raise the failure when the block ends.
 
-    If the block is cancelled from outside, the cancellation takes precedence over the failure.
+    If the block is also cancelled from outside, the cancellation takes precedence over the failure.
 
     Raises:
         ServiceFailedError: the service has failed.
@@ -127,7 +127,7 @@ async def failing_with(supervisor: Supervisor) -> AsyncIterator[None]:
 async def regularly(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
     """Call a coroutine function at regular intervals until cancelled.
 
-    If a call raises an error, the error is logged and the next call still runs.
+    If a call raises an error, the error is logged, and the next call still runs.
     """
     while True:
         await asyncio.sleep(seconds)
@@ -135,4 +135,4 @@ async def regularly(seconds: float, work: Callable[[], Awaitable[None]]) -> None
             await work()
         except Exception:
             name = getattr(work, "__qualname__", work)
-            _log.exception(LogMessage("periodic work failed; retrying", work=name, retry_seconds=seconds))
+            _log.exception(LogMessage("periodic work failed and will be retried", work=name, retry_seconds=seconds))

@@ -1,12 +1,12 @@
 """Watch calls, which send partition changes to clients at a limited total rate.
 
-Sending is expensive, so changes are sent in rounds. A change is sent immediately if no round has run recently.
-Otherwise, it is sent in the next round. The interval between rounds grows with the number of watch calls. An update
-that fits in a single message is built once and shared by all calls with equal selections and revisions. A round with a
-hundred calls therefore costs little more than writing a hundred messages. Changes between rounds cost nothing.
+Sending is expensive, so changes are sent in rounds. A change is sent immediately if no round has run recently, and in
+the next round otherwise. The interval between rounds grows with the number of watch calls. An update that fits in a
+single message is built once and shared by all calls with the same selection and revision. A round with a hundred calls
+therefore costs little more than writing a hundred messages. Changes between rounds cost nothing.
 
-A watch call stores only a revision number and the message that is being written. If the client does not read, the call
-is ended after `stall_seconds`. A watch call never delays other calls.
+A watch call stores only a revision number and the message being written. If the client does not read, the call is ended
+after `stall_seconds`. A watch call never delays other calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _List: TypeAlias = Literal["cleared_samples", "samples"]
 
 @dataclass(slots=True, eq=False)
 class _Watcher:
-    """A watch call. All changes up to `revision` have been sent to its client or are being sent."""
+    """A watch call. All changes up to `revision` have been, or are being, sent to its client."""
 
     selection: Watched
     revision: int
@@ -56,17 +56,17 @@ class _Watcher:
 
 
 class Watches:
-    """The watch calls for the partitions of a catalog. Use it only on the catalog's event loop.
+    """The watch calls for the partitions of a catalog. Use this class only on the catalog's event loop.
 
     Args:
         catalog: catalog of partitions.
         most: maximum number of watch calls.
-        stall_seconds: maximum time that a client may take to read an update.
+        stall_seconds: maximum time for a client to read an update.
 
     Attributes:
-        calls: counts watch calls.
-        end_connection: called with the peer of a client that does not read updates while the server drains. gRPC sends
-            the status of a call only after all messages, so the call would otherwise delay shutdown.
+        calls: counter of watch calls.
+        end_connection: function called with the peer of a client that does not read updates while the server drains.
+            gRPC sends the status of a call only after all messages, so such a call would otherwise delay shutdown.
     """
 
     def __init__(self, catalog: Catalog, *, most: int, stall_seconds: float) -> None:
@@ -89,7 +89,7 @@ class Watches:
         """Serve a watch call until it reaches `_LONGEST_SECONDS`, the client disconnects, or the server drains.
 
         Raises:
-            CompactedError: some changes since the client's revision are no longer stored.
+            CompactedError: some of the changes since the client's revision are no longer stored.
             InvalidArgumentError: the revision or the progress interval is invalid.
             LimitExceededError: too many watch calls are open.
             DeadlineError: the client does not read the updates.
@@ -128,7 +128,7 @@ class Watches:
                 self._ends.discard(end)
 
     def drain(self) -> None:
-        """End all watch calls. If a client does not read, end its call after a second to avoid delaying shutdown."""
+        """End all watch calls. If a client does not read, end its call after a second so as not to delay shutdown."""
         self._is_draining = True
         if self._round is not None:
             self._round.cancel()
@@ -150,7 +150,7 @@ class Watches:
             is_due = not await self._until_round(watcher, min(progress_seconds, left_seconds))
 
     async def _send_changes(self, watcher: _Watcher, *, is_due: bool) -> None:
-        """Send the changes since a watcher's revision. If nothing has changed, send the revision only if `is_due`."""
+        """Send the changes since a watcher's revision. If nothing has changed, send only the revision, if due."""
         key = watcher.selection, watcher.revision
         shared = self._shared.get(key)
         if shared is not None and shared.revision.number >= self._history.forgotten_at:
@@ -180,7 +180,7 @@ class Watches:
             self._round = asyncio.get_running_loop().create_task(self._make_round())
 
     async def _make_round(self) -> None:
-        """Wake all waiting watch calls so that they look for changes."""
+        """Wake all waiting watch calls to look for changes."""
         loop, pace = asyncio.get_running_loop(), LoopYielder()
         try:
             interval = max(_LEAST_INTERVAL_SECONDS, self.calls.count / _ANSWERS_A_SECOND)
@@ -196,7 +196,7 @@ class Watches:
             self._on_change()
 
     async def _until_round(self, watcher: _Watcher, seconds: float) -> bool:
-        """Wait for the next round, which is started by a change. Return False if no round starts within `seconds`."""
+        """Wait for the next round, which a change starts. Return False if no round starts within `seconds`."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(waiting)
         if self._history.number > watcher.revision:
@@ -226,7 +226,7 @@ class Watches:
         yield message
 
     def _parts(self, changed: PartitionChanges) -> Iterator[tuple[pb.PartitionChange, int]]:
-        """Yield a partition's changes in parts, with each part's size in rows. Stop if the partition is cleared."""
+        """Yield a partition's changes in parts, each with its size in rows. Stop if the partition is cleared."""
         partition = changed.partition
         part, size = _part_of(changed), _PARTITION_ROWS
         if partition is None:
@@ -264,7 +264,7 @@ def _part_of(changed: PartitionChanges) -> pb.PartitionChange:
 
 
 def _removed(changed: PartitionChanges) -> Iterator[tuple[_List, pb.ClearedSamples, int]]:
-    """Yield the removed rows in parts, with the row count of each part."""
+    """Yield the removed rows in parts, each with its row count."""
     for indexes, keys in changed.removed:
         for start in range(0, len(indexes), ROWS_OF_A_PART):
             some = slice(start, start + ROWS_OF_A_PART)

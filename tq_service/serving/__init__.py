@@ -1,1 +1,1 @@
-"""Serves waiting calls (claims, writes, look-ups), leases and status on the event loop. Nothing here is persisted."""
+"""Serves waiting calls (claims, writes, look-ups), leases and status on the event loop, without persisting anything."""

@@ -1,6 +1,6 @@
-"""The queue of writes that wait for capacity in a partition, and the bounds that limit this capacity.
+"""The queue of writes that wait for capacity in a partition, and the bounds on that capacity.
 
-A partition limits the total size of its cells and the outstanding units of its tasks. The current amounts are part of
+A partition limits the total size of its cells and the outstanding units of its tasks. The amounts in use are part of
 the persisted state, so they survive a restart.
 """
 
@@ -47,9 +47,9 @@ class Demand:
     """The capacity needed for the new samples of a write.
 
     Attributes:
-        counts: number of new units, by unit; see `CheckedGroups.count_units`.
+        counts: number of new units of each kind; see `CheckedGroups.count_units`.
         value_bytes: total size of the new samples' cells, in bytes.
-        held_counts: number of new held units (still being generated), by unit.
+        held_counts: number of new held units (still being generated) of each kind.
         groups: names of new groups. New samples of existing groups need no capacity.
         rollouts: names of new rollouts. New samples of existing rollouts need no capacity.
     """
@@ -67,7 +67,7 @@ class Demand:
 
 
 def sum_of(demands: Iterable[Demand | None]) -> Demand:
-    """Return the total demand of several writes, ignoring None."""
+    """Return the total demand of several writes, ignoring writes whose demand is None."""
     total = Demand()
     for demand in filter(None, demands):
         total = Demand(
@@ -90,7 +90,7 @@ class Bound(Protocol):
 
     Attributes:
         limit: maximum amount.
-        task_name: name of the task that must consume samples before a waiting write fits. Empty if the bound does not
+        task_name: name of the task that must consume samples before a waiting write fits, or "" if the bound does not
             depend on a task.
     """
 
@@ -106,14 +106,14 @@ class Bound(Protocol):
         ...
 
     def waits_for(self, got: int) -> str:
-        """Return the reason why a write that would raise the total to `got` waits."""
+        """Return why a write that would raise the total to `got` must wait."""
         ...
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write that would raise the total to `got`.
+        """Create the error for a write that would raise the total to `got`.
 
-        With `may_fit_later`, the error states that no capacity became available in time. Otherwise, it states that the
-        write can never fit.
+        With `may_fit_later`, the error states that no capacity became available in time. Otherwise, the error states
+        that the write can never fit.
         """
         ...
 
@@ -136,13 +136,13 @@ class ByteBound:
         return self._partition.cells.used_bytes
 
     def waits_for(self, got: int) -> str:
-        """Return the reason why a write waits until bytes are freed."""
+        """Return why a write must wait until bytes are freed."""
         text = f"partition {self._partition.partition_id!r} would have {got} bytes, but its max_bytes is {self.limit}"
         release = self._partition.settings.release
         return text if release is None else f"{text}, and samples are released once {shown(release)}"
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write that exceeds the byte limit."""
+        """Create the error for a write that exceeds the byte limit."""
         remedy = _outcome("clear consumed samples, or raise max_bytes", note) if may_fit_later else _SPLIT
         return QuotaExceededError(
             f"{self.waits_for(got)}{remedy}",
@@ -176,7 +176,7 @@ class AdmissionBound:
         return min(outstanding, self._partition.in_use_count(task, self._admission.unit))
 
     def waits_for(self, got: int) -> str:
-        """Return the reason why a write waits for the task."""
+        """Return why a write must wait for the task."""
         admission, task = self._admission, self._partition.tasks[self.task_name]
         delivered = sum(task.delivered_units) + task.done_units
         parts = f", {delivered} of them delivered but not yet {admission.given_back}" if delivered else ""
@@ -189,7 +189,7 @@ class AdmissionBound:
         )
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write that exceeds the admission's limit."""
+        """Create the error for a write that exceeds the admission's limit."""
         remedy = _REMEDIES[self._admission.given_back]
         return _limit_error(
             self, got, "most", self._admission.unit, remedy=remedy, may_fit_later=may_fit_later, note=note
@@ -197,7 +197,7 @@ class AdmissionBound:
 
 
 class RatioBound:
-    """A bound on how many samples may be inserted before more samples are delivered to the task. See `Bound`."""
+    """A bound on the number of samples that may be inserted before more are delivered to the task. See `Bound`."""
 
     def __init__(self, ratio: InsertRatio) -> None:
         self._ratio = ratio
@@ -213,11 +213,11 @@ class RatioBound:
         return self.limit - self._ratio.inserts_left()
 
     def waits_for(self, got: int) -> str:
-        """Return the reason why a write waits for deliveries."""
+        """Return why a write must wait for deliveries."""
         return self._ratio.waits_for
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write that exceeds the permitted ratio of inserts to deliveries."""
+        """Create the error for a write that exceeds the permitted ratio of inserts to deliveries."""
         remedy = "more samples must be delivered to the task first"
         return _limit_error(
             self, got, "samples_per_insert", "sample", remedy=remedy, may_fit_later=may_fit_later, note=note
@@ -243,14 +243,14 @@ class RunningBound:
         return self._partition.held_count(self._unit)
 
     def waits_for(self, got: int) -> str:
-        """Return the reason why a write waits for rollouts in progress."""
+        """Return why a write must wait for rollouts in progress."""
         return (
             f"partition {self._partition.partition_id!r} would have {got} held {self._unit}s, which are still being "
             f"generated; its admission sets most_running to {self.limit}"
         )
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write that exceeds the limit on held units."""
+        """Create the error for a write that exceeds the limit on held units."""
         remedy = "rollout workers must finish some of them first"
         return _limit_error(
             self, got, "most_running", self._unit, remedy=remedy, may_fit_later=may_fit_later, note=note
@@ -291,7 +291,7 @@ def bounds_of(partition: Partition) -> list[Bound]:
 
 
 def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Demand | None:
-    """Return the demand of a write's new samples, or None if the write stores no new sample or begins no unit.
+    """Return the demand of a write's new samples, or None if the write stores no new samples or begins no units.
 
     Raises:
         TqError: the partition rejects the write regardless of capacity.
@@ -333,16 +333,16 @@ def demand_of_slots(partition: Partition, prompt_count: int, slot_count: int) ->
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
-    """A write that waits for capacity. After it is admitted, its capacity stays reserved until its `with` block ends.
+    """A write that waits for capacity. After admission, the capacity stays reserved until the `with` block ends.
 
     Attributes:
-        look: function that returns the write's current demand, or None. The function raises an error if the partition
-            would reject the write.
+        look: function that returns the write's current demand, or None if the write needs no capacity. The function
+            raises an error if the partition would reject the write.
         names_keys: whether the write specifies keys. Other writes may add samples with these keys during the wait.
-        demand: last known demand of the write, or None.
-        seen: state of the partition when `demand` was determined. More keys and groups may have been added since.
+        demand: last known demand of the write, or None if the write needs no capacity.
+        seen: state of the partition when `demand` was determined. More keys and groups may have been added since then.
         since: time at which the write arrived or its last turn ended; see `AdmissionTurn`.
-        admitted: future that completes when the write gets capacity, and fails if it can never get capacity.
+        admitted: future that completes when the write receives capacity, and fails if it can never receive any.
     """
 
     queue: AdmissionQueue
@@ -366,9 +366,9 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
 class AdmissionQueue:
     """Admits writes that add samples to one partition, in order of arrival and within the partition's bounds.
 
-    A write that fits overtakes writes that do not fit. It may even free capacity for them, for example by completing
-    the batch that a trainer waits for. `AdmissionTurn` ensures that large puts are not delayed forever. New members of
-    existing groups need no capacity, because their groups have already been admitted.
+    A write that fits overtakes writes that do not fit. The overtaking write may even free capacity for the others, for
+    example by completing the batch that a trainer is waiting for. `AdmissionTurn` ensures that large puts are not
+    delayed forever. New members of existing groups need no capacity, because their groups have already been admitted.
 
     Only the first waiting writes are examined, and only after a change. A retry replaces the original call, whether
     that call is queued or already admitted. The queue must be used from the partition's event loop.
@@ -384,8 +384,8 @@ class AdmissionQueue:
 
         Args:
             partition: partition that receives the writes.
-            deadlock: function that returns why a task cannot consume samples, or "" if it can. The first argument is
-                the name of the task, or "" for any task. The second argument is a claim that is already waiting, or
+            deadlock: function that returns why a task cannot consume samples, or "" if the task can. The first argument
+                is the name of the task, or "" for any task. The second argument is a claim that is already waiting, or
                 None.
             clock: function that returns the time for deadlines and turns, in seconds.
         """
@@ -407,25 +407,25 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def first_waits_for(self, asking: ClaimRequest | None = None) -> str:
-        """Return the reason why the first write in the queue waits, given a waiting claim. "" if the queue is empty."""
+        """Return why the first write in the queue waits, given a waiting claim, or "" if the queue is empty."""
         first = next(iter(self._waiting.values()), None)
         return "" if first is None or first.demand is None else self.waits_for(first.demand, asking)
 
     def waits_for(self, demand: Demand, asking: ClaimRequest | None = None) -> str:
-        """Return the reason why a demand exceeds the free capacity, given a waiting claim. "" if it does not."""
+        """Return why a demand exceeds the free capacity, given a waiting claim, or "" if the demand fits."""
         refusing = self._refusing(demand)
         return "" if refusing is None else refusing[0].waits_for(refusing[1]) + self._note(refusing[0], asking)
 
     async def enter(
         self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None
     ) -> WaitingWrite:
-        """Wait behind earlier writes until a write's capacity is available. Return at once if it needs no capacity.
+        """Wait behind earlier writes for a write's capacity, or return immediately if it needs no capacity.
 
         Args:
             request_id: id shared by the call and its retries.
             write: write to admit.
             value_bytes: total size of all columns in the write, in bytes.
-            deadline: end of the wait, in `time.monotonic` seconds. None to wait until the caller is cancelled.
+            deadline: end of the wait, in `time.monotonic` seconds, or None to wait until the caller is cancelled.
 
         Raises:
             QuotaExceededError, AdmissionLimitError: the write alone exceeds a bound (raised immediately), or no
@@ -463,9 +463,9 @@ class AdmissionQueue:
             del entering  # otherwise, an exception's traceback would keep this frame and the partition alive
 
     def enter_now(self, request_id: bytes, look: Callable[[], Demand | None]) -> WaitingWrite:
-        """Reserve capacity without waiting, if enough remains after all waiting writes.
+        """Reserve capacity without waiting, if enough is left after all waiting writes.
 
-        Raises the timeout error of `enter` if too little remains.
+        If too little capacity is left, raise the timeout error of `enter`.
         """
         entering = self._join(request_id, look, names_keys=False)
         if not entering.admitted.done():
@@ -476,7 +476,7 @@ class AdmissionQueue:
         return entering
 
     def _join(self, request_id: bytes, look: Callable[[], Demand | None], *, names_keys: bool) -> WaitingWrite:
-        """Add a write to the queue, unless it needs no capacity or already has it."""
+        """Add a write to the queue, unless the write needs no capacity or already has it."""
         entering = WaitingWrite(
             queue=self, request_id=request_id, look=look, names_keys=names_keys, since=self._clock()
         )
@@ -515,7 +515,7 @@ class AdmissionQueue:
                 self.wake()
 
     def wake(self, last: WaitingWrite | None = None) -> None:
-        """Admit all examined writes that fit now. If `last` is waiting, it is always examined."""
+        """Examine waiting writes and admit those that fit now. If `last` is waiting, it is always examined."""
         admitted, short = sum_of(each.demand for each in self._admitted.values()), list[WaitingWrite]()
         looked_at = dict(itertools.islice(self._waiting.items(), _MOST_LOOKED_AT))
         if last is not None and last.request_id in self._waiting:
@@ -539,7 +539,7 @@ class AdmissionQueue:
         self._set_timer()
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all current and future waits with the error that `error` returns."""
+        """End all current and future waits with the error returned by `error`."""
         self._end_error = error
         self._deadlock = lambda task_name, asking: ""  # break the reference cycle between the queue and its owner
         for admission in self._waiting.values():
@@ -549,7 +549,7 @@ class AdmissionQueue:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Set a timer to examine waiting writes when the current turn ends."""
+        """Set a timer that examines the waiting writes when the current turn ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -561,8 +561,8 @@ class AdmissionQueue:
         """Whether a write can be admitted.
 
         A write can be admitted if it needs no capacity, or if it may pass other writes and fits alongside the admitted
-        writes. The demand is recomputed only if it may have decreased, or when the write fits. This avoids looking up
-        all keys of a large waiting put after each small clear.
+        writes. The demand is recomputed only if it may have decreased, or when the write fits. As a result, not all
+        keys of a large waiting put are looked up after each small clear.
         """
         if self._may_take_less(waiting):
             self._update_demand(waiting)
@@ -574,7 +574,7 @@ class AdmissionQueue:
         return waiting.demand is None or self._refusing(waiting.demand, admitted) is None
 
     def _may_take_less(self, waiting: WaitingWrite) -> bool:
-        """Whether a write's demand may have changed, because its samples or groups now exist or it is now rejected."""
+        """Whether a write's demand may have changed because its samples or groups now exist or it is now rejected."""
         if waiting.demand is None or waiting.seen is None or waiting.seen[0] != self._partition.sealed:
             return True
         added = self._partition.table.next_index - waiting.seen[1]
@@ -592,7 +592,7 @@ class AdmissionQueue:
             admission.seen = marks
 
     def _refusing(self, demand: Demand, admitted: Demand | None = None) -> tuple[Bound, int] | None:
-        """Return the bound that a write would exceed now and the resulting total, or None if the write fits."""
+        """Return the bound that a write would now exceed and the resulting total, or None if the write fits."""
         if admitted is None:
             admitted = sum_of(each.demand for each in self._admitted.values())
         for bound in self._bounds:
@@ -602,7 +602,7 @@ class AdmissionQueue:
         return None
 
     def _too_late(self, late: WaitingWrite) -> TqError:
-        """Return the error for a write that got no capacity before its deadline, or could not pass another write."""
+        """Create the error for a write that received no capacity in time, or could not pass another write."""
         if late.demand is not None and (refusing := self._refusing(late.demand)) is not None:
             return refusing[0].error(refusing[1], may_fit_later=True, note=self._note(refusing[0]))
         holder = self._turn.holder
@@ -615,7 +615,7 @@ class AdmissionQueue:
         )
 
     def _note(self, bound: Bound, asking: ClaimRequest | None = None) -> str:
-        """Return a note on why a bound makes writes wait: earlier puts, or a deadlock.
+        """Return a note on why a bound makes writes wait, namely earlier puts or a deadlock.
 
         Return "" if the reason is unknown.
         """
@@ -628,13 +628,13 @@ class AdmissionQueue:
 def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | None = None) -> str:
     """Return a note on why a task cannot consume its remaining samples.
 
-    Return "" if it can, or if the reason is unknown. There are two possible reasons: a waiting claim needs new samples,
-    or the claim's conditions exclude pending samples.
+    The result is "" if the task can consume samples or if the reason is unknown. There are two possible reasons: a
+    waiting claim needs new samples, or the claim's conditions exclude the pending samples.
 
     Args:
         partition: partition of the task.
         planner: planner of the task.
-        asking: claim that is already waiting. Ignored if it belongs to a different task.
+        asking: claim that is already waiting, ignored if it belongs to a different task.
     """
     task, waiting = planner.task, [request for request, _ in planner.waiting_claims()]
     if asking is not None and asking.task_name == task.name:

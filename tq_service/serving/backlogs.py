@@ -1,4 +1,4 @@
-"""Task backlogs: the number of ready samples and their versions, computed by scanning the rows of a partition."""
+"""Task backlogs: the number of ready samples and their versions, computed by scanning a partition's rows."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Backlog:
     """A task's backlog as of the last scan.
 
     Attributes:
-        ready_count: number of samples that a claim like the last claim could receive. None if there was no claim.
-        oldest_version: lowest version of the samples left for the task. None if none of them has a version.
-        newest_version: highest version of all stored samples. None if no sample has a version.
+        ready_count: number of samples that a claim like the last one could receive, or None if there was no claim.
+        oldest_version: lowest version among the samples left for the task, or None if none of them has a version.
+        newest_version: highest version among all stored samples, or None if no sample has a version.
     """
 
     ready_count: int | None
@@ -49,7 +49,7 @@ class Backlog:
 
     @property
     def staleness_versions(self) -> float | None:
-        """Staleness of the oldest sample left for the task, in versions. None if these samples have no versions."""
+        """Staleness in versions of the oldest sample left for the task, or None if those samples have no versions."""
         if self.oldest_version is None:
             return None
         return 0.0 if self.newest_version is None else max(0.0, self.newest_version - self.oldest_version)
@@ -60,7 +60,7 @@ NO_BACKLOG: Final = Backlog(ready_count=None, oldest_version=None, newest_versio
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Known:
-    """A task's last backlog, the marks at the time of the scan, and the earliest time of the next scan."""
+    """A task's last backlog, the marks at the time of the scan, and the earliest time for the next scan."""
 
     backlog: Backlog
     marks: Marks
@@ -72,12 +72,12 @@ class Backlogs:
 
     Metrics and the status use the same backlogs, and all tasks of a partition share a scan. Scanning a large partition
     takes a long time, so `refresh` waits at most 30 ms, or 250 ms if a backlog is unknown. Longer scans continue in the
-    background. After a scan, its backlogs are not recomputed until fifty times its duration has passed. This limits
-    scans to 2 % of the time.
+    background. After a scan, the scanned backlogs are not recomputed until fifty times the scan's duration has passed.
+    Scans therefore take at most 2 % of the time.
 
     Args:
         catalog: catalog of partitions.
-        runner: returns the length source that a sampler needs.
+        runner: runner that returns the length source needed by a sampler.
     """
 
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
@@ -89,12 +89,12 @@ class Backlogs:
         self._is_closed = False
 
     def of(self, task: TaskLedger) -> Backlog | None:
-        """Return a task's last known backlog, or None if it is unknown."""
+        """Return the last known backlog of a task, or None if the backlog is unknown."""
         known = self._known.get(task)
         return None if known is None else known.backlog
 
     async def refresh(self, wanted: Iterable[tuple[Partition, TaskLedger]]) -> None:
-        """Recompute the given backlogs that are due. A long scan may continue after this method returns."""
+        """Recompute those of the given backlogs that are due. A long scan may continue after this method returns."""
         slices, loop, wait_seconds = Slices(), asyncio.get_running_loop(), _WAIT_SECONDS
         due = defaultdict[Partition, list[TaskLedger]](list)
         for partition, task in wanted:
@@ -112,7 +112,7 @@ class Backlogs:
             await asyncio.wait((look,), timeout=wait_seconds)
 
     async def close(self) -> None:
-        """Cancel all scans and prevent new scans."""
+        """Cancel all scans and prevent new ones."""
         self._is_closed = True
         for look in self._looks:
             look.cancel()
@@ -132,7 +132,7 @@ class Backlogs:
                 await slices.turn()
 
     def _is_due(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether to recompute a backlog, because it may have changed and the last scan was long enough ago."""
+        """Whether a backlog is due to be recomputed: it may have changed, and the last scan was long enough ago."""
         known, now = self._known.get(task), asyncio.get_running_loop().time()
         return known is None or (known.next_at <= now and known.marks != self._marks(partition, task))
 
@@ -158,12 +158,12 @@ class Backlogs:
 
 
 def tasks_with_versions(partition: Partition) -> list[tuple[Partition, TaskLedger]]:
-    """Return a partition's tasks that have samples left. Return an empty list if versions are not numbers."""
+    """Return a partition's tasks that have samples left, or an empty list if versions are not numbers."""
     return [(partition, task) for task in partition.tasks.values() if task.backlog and _versions(partition) is not None]
 
 
 def _versions(partition: Partition) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-    """Return the versions of all rows and a mask of the rows with a version. None if versions are not numbers."""
+    """Return the versions of all rows and a mask of the rows with a version, or None if versions are not numbers."""
     arrays = partition.meta.arrays(_VERSION_COLUMN)
     return None if arrays is None or arrays[0].dtype.kind not in "if" else arrays
 
@@ -186,7 +186,7 @@ class _Look:
         self._oldest, self._newest = math.inf, -math.inf
 
     def look(self, rows: slice) -> None:
-        """Count the ready rows of a slice, and update the version range."""
+        """Count the ready rows of a slice and update the version range."""
         if self._readiness is not None:
             try:
                 ready = self._readiness.ready(rows)

@@ -1,6 +1,6 @@
-"""The catalog of all partitions, with the objects that serve them, their limits, and the calls that wait for them.
+"""The catalog of all partitions, including their limits, the objects that serve them, and the calls that wait for them.
 
-`Limits` are checked when a request arrives, but not when a change is replayed. Data accepted under higher limits is
+`Limits` are checked when a request arrives but not when a change is replayed. Data accepted under higher limits is
 therefore retained. `LeaseTimer` tracks the lease deadlines of one partition.
 """
 
@@ -86,7 +86,7 @@ _NAMED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of one controller. Each limit has the name of the setting that configures it.
+    """The limits of one controller. Each limit is named after the setting that configures it.
 
     Attributes:
         max_partitions: maximum number of partitions.
@@ -95,9 +95,9 @@ class Limits:
         max_fields: maximum number of fields per partition.
         max_tasks: maximum number of tasks per partition.
         max_meta_columns: maximum number of custom_meta columns per partition.
-        max_sample_meta_bytes: maximum bytes of custom_meta per sample in one write. Strings and JSON are measured in
-            UTF-8.
-        max_name_length: maximum number of characters in a key, or in the name of a group, rollout, field, task or
+        max_sample_meta_bytes: maximum size of custom_meta per sample in one write, in bytes. Strings and JSON are
+            measured in UTF-8.
+        max_name_length: maximum number of characters in a key or in the name of a group, rollout, field, task or
             custom_meta column.
     """
 
@@ -117,7 +117,7 @@ class Limits:
         self._check_new("tasks", partition_id, (), settings.tasks)
 
     def check_write(self, partition: Partition, write: SampleWrite) -> None:
-        """Reject a write whose names are too many or too long. The partition of the write may not exist yet."""
+        """Reject a write with too many names or names that are too long. The write's partition may not exist yet."""
         self._check_longest("keys", write.keys or ())
         self._check_longest("groups", write.groups or ())
         self._check_longest("rollouts", write.rollouts or ())
@@ -131,7 +131,7 @@ class Limits:
         self._check_longest("groups", names)
 
     def check_meta(self, partition: Partition, columns: Sequence[MetaColumn]) -> None:
-        """Reject custom_meta with too many columns, or with too many bytes for a single sample."""
+        """Reject custom_meta with too many columns or with too many bytes for a single sample."""
         names = [column.name for column in columns]
         self._check_new("custom_meta", partition.partition_id, partition.meta.names(), names)
         numbers = [column for column in columns if column.values.dtype.kind != "O"]
@@ -144,18 +144,18 @@ class Limits:
         largest = int(sizes.max(initial=0))
         if largest > self.max_sample_meta_bytes:
             raise InvalidArgumentError(
-                f"custom_meta of sample {int(sizes.argmax())} of this write has {largest} bytes; expected at most "
+                f"custom_meta of sample {int(sizes.argmax())} in this write has {largest} bytes; expected at most "
                 f"{self.max_sample_meta_bytes} (max_sample_meta_bytes). Put large values into an object field.",
                 field="custom_meta",
                 metadata=self._metadata("max_sample_meta_bytes", largest),
             )
 
     def check_task(self, partition: Partition, task_name: str) -> None:
-        """Reject a new task if its partition already has `max_tasks` tasks or its name is too long."""
+        """Reject a new task if its name is too long or its partition already has `max_tasks` tasks."""
         self._check_new("task_name", partition.partition_id, partition.tasks, (task_name,))
 
     def _check_new(self, what: str, partition_id: str, known: Collection[str], names: Iterable[str]) -> None:
-        """Reject new names if a name is too long, or if the new and known names together exceed the limit."""
+        """Reject new names if any of them is too long, or if the new and known names together exceed the limit."""
         if new := [name for name in names if name not in known]:
             self._check_longest("name" if what == "fields" else what, new)
             limit_name, plural, remedy = _NAMED[what]
@@ -193,8 +193,8 @@ class LeaseTimer:
     """Expires the leases of one partition at their deadlines, on the running event loop.
 
     Deadlines are not persisted, so a recovered or restored lease restarts with its full duration. If a lease ends early
-    or is extended, its old entry remains in the heap. Old entries are dropped when they are due, or all at once when
-    they outnumber the leases.
+    or is extended, its old entry remains in the heap. Old entries are dropped either when they are due or all at once
+    when they outnumber the leases.
     """
 
     def __init__(self, tasks: Mapping[str, TaskLedger], expire: Callable[[str, bytes], object]) -> None:
@@ -202,7 +202,7 @@ class LeaseTimer:
 
         Args:
             tasks: task ledgers of the partition, by task name.
-            expire: function called with the task name and the claim's request_id when a lease expires.
+            expire: function called when a lease expires, with the task name and the claim's request_id.
         """
         self._tasks = tasks
         self._expire = expire
@@ -231,7 +231,7 @@ class LeaseTimer:
         self._set_timer()
 
     def _is_leased(self, deadline: float, task_name: str, request_id: bytes) -> bool:
-        """Whether an entry is current, that is, its claim still has leased rows and an unchanged deadline."""
+        """Whether an entry is current, meaning that its claim still has leased rows and an unchanged deadline."""
         claim = self._tasks[task_name].claims.get(request_id)
         return claim is not None and claim.leased_count > 0 and claim.deadline == deadline
 
@@ -243,7 +243,7 @@ class LeaseTimer:
             self._timer = asyncio.get_running_loop().call_at(self._deadlines[0][0], self._ring)
 
     def _ring(self) -> None:
-        """Expire due leases, up to a limit, so that other work can run even if thousands of leases are due."""
+        """Expire a limited number of due leases, so that other work can run even if thousands of leases are due."""
         now = asyncio.get_running_loop().time()
         try:
             for _ in range(_MOST_EXPIRED_A_TURN):
@@ -261,7 +261,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The answer to a claim, and the answers for later batches of its range.
+    """The answer to a claim and the answers for the later batches of its range.
 
     `partition` is None if the partition does not exist.
     """
@@ -272,7 +272,7 @@ class Claimed:
 
 
 class _Serving:
-    """The objects that serve one partition. They are created on first use and never persisted."""
+    """The objects that serve one partition, created on first use and never persisted."""
 
     def __init__(self, partition: Partition, expire: Callable[[str, bytes], object]) -> None:
         self._partition = partition
@@ -282,7 +282,7 @@ class _Serving:
         self.enders: Enders = set()  # functions that end look-ups and claims that wait for a version
 
     def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
-        """Return the reason why a task cannot consume samples until more are inserted, or "" if it can.
+        """Return why a task cannot consume samples until more are inserted, or "" if the task can.
 
         If `task_name` is empty, check all tasks.
         """
@@ -293,7 +293,7 @@ class _Serving:
         return next(filter(None, (starvation(self._partition, planner, asking) for planner in planners)), "")
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """Fail all waiting and future calls with the error that `error` returns, and stop expiring leases."""
+        """Fail all waiting and future calls with the error returned by `error`, and stop expiring leases."""
         for planner in self.planners.values():
             planner.end(error)
         for end in self.enders:
@@ -304,21 +304,21 @@ class _Serving:
 
 
 class Catalog:
-    """The partitions of a controller and the claims that wait for them. All methods run on the controller's event loop.
+    """A controller's partitions and the claims that wait for them. All methods must run on the controller's event loop.
 
     Attributes:
         machine: state machine that applies all changes.
-        answers: recorded answers to mutating requests, so that retries receive the same answer.
+        answers: recorded answers to mutating requests, which allow retries to receive the same answer.
         policies: policies and their published versions, by policy name.
-        versions: calls that wait for a version to be published.
+        versions: calls that wait for a policy version to be published.
         history: record of when each part of the state last changed.
         capacity_waits: claims that wait for capacity in another partition, by request_id. Each entry also contains the
-            name of the partition that the claim takes samples from.
+            name of the partition from which the claim takes samples.
         on_freed: function called with cells that no longer belong to any sample, after the change that freed them has
             been appended to the log.
-        on_batch: function called with the sampler name and the batch statistics for each batch recorded for ranks.
-        on_planned: function called with the partition, the task name and the claim for each planned batch. It is called
-            in the event-loop step that records the plan, while the plan's rows are unchanged.
+        on_batch: function called for each batch recorded for ranks, with the sampler name and the batch statistics.
+        on_planned: function called for each planned batch, with the partition, the task name and the claim. The call is
+            made in the event-loop step that records the plan, while the plan's rows are unchanged.
         on_partition: function called with a partition and "created", "restored" or "removed".
     """
 
@@ -363,7 +363,7 @@ class Catalog:
         The changes and the answer form one group.
 
         Raises:
-            InvalidArgumentError: the request_id does not have 16 bytes, or was used by a request of a different kind.
+            InvalidArgumentError: the request_id is not 16 bytes long, or was used by a request of a different kind.
         """
         recorded: Made | None = self.recorded(request_id, kind)
         if recorded is not None:
@@ -374,7 +374,7 @@ class Catalog:
         return answer
 
     def recorded(self, request_id: bytes, kind: type[object] = object) -> Any | None:
-        """Return the recorded answer to a request, or None; see `run_once`."""
+        """Return the recorded answer to a request, or None if there is none; see `run_once`."""
         return self.answers.recorded(request_id, kind, self.machine.now_seconds())
 
     def _follow(self, step: Step) -> None:
@@ -447,11 +447,11 @@ class Catalog:
         return [partition.cells.snapshot() for partition in self._partitions.values()]
 
     def get(self, partition_id: str, incarnation: bytes = b"") -> Partition:
-        """Return an existing partition with the given incarnation. An empty value accepts any incarnation."""
+        """Return an existing partition with the given incarnation. An empty incarnation matches any."""
         return self._state.partition(partition_id, incarnation)
 
     def find(self, partition_id: str, incarnation: bytes = b"", *, missing_ok: bool) -> Partition | None:
-        """Return a partition as `get` does. With `missing_ok`, return None if this incarnation does not exist."""
+        """Behave like `get`, but return None if `missing_ok` is set and this incarnation does not exist."""
         partition = self._partitions.get(partition_id)
         if missing_ok and (partition is None or (incarnation and incarnation != partition.incarnation)):
             check_name("partition_id", partition_id)
@@ -459,7 +459,7 @@ class Catalog:
         return self.get(partition_id, incarnation)
 
     def create(self, partition_id: str, settings: PartitionSettings) -> Partition:
-        """Create a partition with these settings, or return the existing partition if its settings are equal."""
+        """Create a partition with the given settings, or return the existing partition if its settings are the same."""
         partition = self._partitions.get(partition_id)
         if partition is None:
             created: Partition = self.machine.commit(*self._creation(partition_id, settings))
@@ -467,8 +467,8 @@ class Catalog:
         if partition.settings != settings:
             difference = partition.settings.describe_difference(settings)
             raise AlreadyExistsError(
-                f"partition {partition_id!r} exists with different settings: {difference}. Create a partition before "
-                f"its first samples are put, with the same settings in all clients.",
+                f"partition {partition_id!r} already exists with different settings: {difference}. Create a partition "
+                f"before putting its first samples, with the same settings in all clients.",
                 metadata={"resource_type": "partition", "resource_name": partition_id},
             )
         return partition
@@ -478,7 +478,7 @@ class Catalog:
     ) -> tuple[Change, Partition]:
         check_name("partition_id", partition_id)
         if self._closed_prefix is not None and partition_id.startswith(self._closed_prefix):
-            raise UnavailableError("a checkpoint is being restored; create new partitions after the restore")
+            raise UnavailableError("a checkpoint is being restored. Create new partitions after the restore")
         self.limits.check_create(partition_id, settings, len(self._partitions))
         incarnation = os.urandom(16) if made is None else made.incarnation
         creation = PartitionCreated(partition_id=partition_id, incarnation=incarnation, settings=settings)
@@ -488,10 +488,10 @@ class Catalog:
     async def capacity_for(
         self, partition_id: str, incarnation: bytes, write: SampleWrite
     ) -> AsyncIterator[CheckedWrite | None]:
-        """Reserve capacity for the new rows of a write, in short steps. The caller writes within the `with` block.
+        """Reserve capacity for the new rows of a write, in short steps. The caller writes inside the `with` block.
 
         The write is checked first, so a rejected write uses no memory. The context manager yields the checked write,
-        which the caller passes to `write`. On exit, unused capacity is released.
+        which the caller passes to `write`. When the block ends, unused capacity is released.
         """
         checked: CheckedWrite | None = None
         while True:
@@ -515,13 +515,13 @@ class Catalog:
     ) -> Written:
         """Write samples. The first accepted write creates the partition.
 
-        If an admission drops samples that exceed its limit, the drop is a separate change in the caller's group.
+        If an admission drops samples beyond its limit, the drop is a separate change in the caller's group.
 
         Args:
             partition_id: name of the partition.
-            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
+            incarnation: expected incarnation of the partition. An empty value matches any incarnation.
             write: samples to write.
-            checked: result of `capacity_for`. None if the write has not been checked.
+            checked: result of `capacity_for`, or None if the write has not been checked.
         """
         written: Written = self.machine.commit_all(self._check_write(partition_id, incarnation, write, checked))
         for admission in written.partition.settings.admissions:
@@ -530,14 +530,14 @@ class Catalog:
         return written
 
     def write_groups(self, incarnation: bytes, change: GroupsWritten) -> Written:
-        """Write values that are shared by all samples in a group, for one or more groups."""
+        """Write values that all samples in a group share, for one or more groups."""
         self.get(change.partition_id, incarnation)
         self.limits.check_groups(change.names)
         written: Written = self.machine.commit(change)
         return written
 
     def _drop_overflow(self, written: Written, admission: Admission) -> None:
-        """Clear the lowest-priority units that exceed an admission's limit, in the write's group of changes."""
+        """Clear the lowest-priority units beyond an admission's limit, in the same group of changes as the write."""
         partition, task = written.partition, written.partition.tasks[admission.task_name]
         excess = (task.outstanding_count or 0) - admission.most
         if excess > 0:
@@ -554,7 +554,7 @@ class Catalog:
     ) -> list[tuple[Change, Any]]:
         """Check a write unless `checked` is current.
 
-        Return the changes to commit: the creation of a missing partition, if necessary, and the write.
+        Return the changes to commit: the write, preceded by the creation of its partition if necessary.
         """
         changes: list[tuple[Change, Any]] = []
         if partition_id in self._partitions or incarnation or not write.may_add_samples:
@@ -582,19 +582,19 @@ class Catalog:
         self._most_samples += new_count
 
     def knows_keys(self, partition_id: str, incarnation: bytes, keys: Sequence[str]) -> bool:
-        """Whether each key belongs, or has belonged, to a sample. False if the partition does not exist."""
+        """Whether the partition exists and every key belongs, or has belonged, to a sample."""
         partition = self.find(partition_id, incarnation, missing_ok=True)
         return partition is not None and bool((partition.key_index.find(keys) >= 0).all())
 
     def remove(self, partition_id: str, incarnation: bytes, *, missing_ok: bool = False) -> int:
-        """Remove a partition and return the number of samples it contained."""
+        """Remove a partition and return the number of samples that it contained."""
         if self.find(partition_id, incarnation, missing_ok=missing_ok) is None:
             return 0
         count: int = self.commit(PartitionCleared(partition_id=partition_id))
         return count
 
     def admission_queue(self, partition_id: str) -> AdmissionQueue | None:
-        """Return a partition's queue of writes that add samples. None if the partition is missing or unbounded."""
+        """Return a partition's queue of writes that add samples, or None if the partition is missing or unbounded."""
         partition = self._partitions.get(partition_id)
         return None if partition is None else self._serving_of(partition).admission_queue
 
@@ -606,14 +606,14 @@ class Catalog:
     # Policies
 
     def policy(self, name: str) -> Policy:
-        """Return the policy with this name. Raise an error if no version of it is published."""
+        """Return the policy with this name. Raise an error if none of its versions has been published."""
         return self._state.policy(name)
 
     def publish(self, published: VersionPublished, trained: Sequence[tuple[str, str, int]]) -> None:
         """Publish a version and record the progress of its trainers, given as (partition, task, last trained batch).
 
         Raises:
-            TqError: a change is rejected. No changes are made.
+            TqError: a change was rejected, so no changes were made.
         """
         if len(trained) > _MOST_TRAINED:
             raise InvalidArgumentError(
@@ -642,7 +642,7 @@ class Catalog:
 
     @contextlib.contextmanager
     def closed(self, prefix: str) -> Iterator[None]:
-        """Reject new partitions with this name prefix during the `with` block. Adopted partitions are still accepted.
+        """Reject new partitions with this name prefix during the `with` block, but still accept adopted partitions.
 
         Raises:
             PreconditionError: partitions with this prefix already exist.
@@ -652,7 +652,7 @@ class Catalog:
             which = f" whose names begin with {prefix!r}" if prefix else ""
             raise PreconditionError(
                 f"the service has {count} partitions{which}; expected 0 before a restore. Clear these partitions, "
-                f"restore into another service, or set replace."
+                f"restore into a different service, or set replace."
             )
         self._closed_prefix = prefix
         try:
@@ -672,11 +672,12 @@ class Catalog:
             self.on_partition(partition, "restored")
 
     def prepare_replacement(self, restored: Sequence[Partition]) -> None:
-        """Reject changes until `end_replacement`, because restored partitions are about to replace existing partitions.
+        """Reject changes until `end_replacement`, because restored partitions are about to replace existing ones.
 
-        If a restored and an existing partition have equal incarnation ids, the restored partition gets a new id. Global
-        indexes assigned since the checkpoint are reused, so older metadata could otherwise refer to the wrong samples.
-        Existing partitions with a different name are also checked, because they may come from the same checkpoint.
+        If a restored and an existing partition have the same incarnation id, the restored partition receives a new id.
+        Global indexes assigned since the checkpoint are reused, so older metadata could otherwise refer to the wrong
+        samples. Existing partitions with a different name are also checked, because they may come from the same
+        checkpoint.
         """
         self.machine.refusal = _replacement_error
         known = {partition.incarnation for partition in self._partitions.values()}
@@ -685,7 +686,7 @@ class Catalog:
                 partition.incarnation = os.urandom(16)
 
     def end_replacement(self) -> None:
-        """Accept changes again and make the postponed changes.
+        """Accept changes again and apply the postponed ones.
 
         Do nothing if no replacement is in progress.
         """
@@ -698,7 +699,7 @@ class Catalog:
         """Replace all partitions and policies with this name prefix in a single step.
 
         Calls that wait for a replaced partition fail with an error. Calls that wait for a version of a replaced policy
-        continue to wait. This step is not logged, because the log continues from a snapshot that contains the new
+        keep waiting. The replacement is not logged, because the log continues from a snapshot that contains the new
         partitions.
         """
         freed: list[Freed] = []
@@ -736,7 +737,7 @@ class Catalog:
         return task
 
     def _forget_unused(self, partition: Partition, task_name: str) -> None:
-        """Forget a task after a call for it was rejected, unless the task has records or other waiting calls."""
+        """Forget a task after one of its calls was rejected, unless the task has records or other waiting calls."""
         planner = self.known_planner(partition, task_name)
         is_over = planner is None or self._is_draining or self.machine.refusal is not None
         if is_over or planner is None or not planner.is_idle or not partition.tasks[task_name].is_unused:
@@ -749,14 +750,14 @@ class Catalog:
     def _commit_in(self, partition: Partition, change: Change, prepared: Any = None) -> Any:
         """Commit a change to a partition, unless the partition has been cleared.
 
-        A new partition with the same name is not changed.
+        A new partition with the same name is left unchanged.
         """
         if self._partitions.get(partition.partition_id) is not partition:
             return None
         return self.machine.commit(change, prepared)
 
     def retract(self, partition: Partition, task_name: str, request_id: bytes) -> None:
-        """Release a queue claim whose answer did not reach its client; see `Planner.retract`."""
+        """Release a queue claim whose answer did not reach the client; see `Planner.retract`."""
         if self.machine.refusal is not None:
             self._retracted.append((partition, task_name, request_id))
         elif (planner := self.known_planner(partition, task_name)) is not None:
@@ -770,7 +771,7 @@ class Catalog:
     # Leases
 
     def start_leases(self) -> None:
-        """Start the timers of recovered or restored leases and samples, each with its full duration."""
+        """Start the timers of recovered or restored leases and samples, each for its full duration."""
         self._serving_since = self.machine.now_seconds()
         for partition in self._partitions.values():
             for task in partition.tasks.values():
@@ -791,7 +792,8 @@ class Catalog:
     def expire_samples(self) -> Iterator[tuple[str, int]]:
         """Release samples that have reached the maximum age in their partition, one partition at a time.
 
-        Call this method periodically. It yields the name of each partition and the number of samples released from it.
+        Call this method periodically. This method yields the name of each partition together with the number of samples
+        released from it.
         """
         for partition in self.partitions():
             release, now = partition.settings.release, self.machine.now_seconds()
@@ -807,7 +809,7 @@ class Catalog:
     # Waiting
 
     def waiting_claims(self, partition: Partition, task_name: str) -> list[tuple[ClaimRequest, int]]:
-        """Return one waiting claim for each set of equal claims, and the number of claims in the set.
+        """Return one waiting claim from each set of equal claims, with the number of claims in that set.
 
         If `task_name` is empty, return the claims of all tasks.
         """
@@ -829,14 +831,14 @@ class Catalog:
         return list(self._arrivals.get(partition_id, {}).values())
 
     def waiting_count(self, partition: Partition, task_name: str) -> int:
-        """Return the number of calls that wait for a task's samples."""
+        """Return the number of calls that wait for the samples of a task."""
         planner = self.known_planner(partition, task_name)
         count = 0 if planner is None else planner.waiting_count
         others = (*self.versions.claims(partition), *self._awaiting_capacity(partition))
         return count + sum(request.task_name == task_name for request in others)
 
     def _awaiting_capacity(self, partition: Partition) -> list[ClaimRequest]:
-        """Return claims on this partition that wait for capacity in another partition."""
+        """Return the claims on this partition that wait for capacity in another partition."""
         return [request for name, request in self.capacity_waits.values() if name == partition.partition_id]
 
     async def claim(
@@ -847,15 +849,15 @@ class Catalog:
         max_wait_seconds: float,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Claimed:
-        """Claim samples. Wait up to `max_wait_seconds` in total for the partition and its samples.
+        """Claim samples, waiting up to `max_wait_seconds` in total for the partition and its samples.
 
         Args:
             partition_id: name of the partition.
-            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
+            incarnation: expected incarnation of the partition. An empty value matches any incarnation.
             request: claim to serve.
             max_wait_seconds: maximum wait, in seconds, after which the call returns `NotYet`.
-            while_waiting: context manager that is active while the call waits. If entering it fails, the call fails and
-                changes nothing.
+            while_waiting: context manager that is active while the call waits. If the context manager cannot be
+                entered, the call fails and changes nothing.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_seconds
@@ -863,7 +865,7 @@ class Catalog:
             check_name("partition_id", partition_id)
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
-                f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared. Discard all metadata from "
+                f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared. Discard all metadata of "
                 f"this incarnation.",
                 metadata={"partition_id": partition_id, "got": incarnation.hex()},
             )
@@ -874,7 +876,7 @@ class Catalog:
         name, not_before = request.task_name, request.not_before
         if name in partition.settings.releasing_tasks and request.rank is None and request.lease is None:
             raise PreconditionError(
-                f"task {name!r} of partition {partition_id!r} claims samples without a lease; expected a lease, since "
+                f"task {name!r} of partition {partition_id!r} claims samples without a lease; expected a lease, as "
                 f"the partition releases samples after this task has acknowledged them. Claim with a lease, and "
                 f"acknowledge finished samples.",
                 metadata={"task_name": name},
@@ -913,7 +915,7 @@ class Catalog:
         claim: ClaimRequest | None = None,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Partition | None:
-        """Wait until a partition exists and return it. Return None after the deadline, which is in event-loop time.
+        """Wait until a partition exists and return it, or return None at the deadline, which is in event-loop time.
 
         Raises:
             UnavailableError: the server is shutting down.
@@ -939,11 +941,11 @@ class Catalog:
         return partition
 
     def enders(self, partition: Partition) -> Enders:
-        """Return the functions that end waiting calls when the partition is cleared or the server shuts down."""
+        """Return the functions that end waiting calls when a partition is cleared or the server shuts down."""
         return self._serving_of(partition).enders
 
     def drain(self) -> None:
-        """Fail all waiting and future calls with an error that makes clients retry on the successor of this server."""
+        """Fail all waiting and future calls with an error that makes clients retry with this server's successor."""
         self._is_draining = True
         for serving in self._serving.values():
             serving.end(_draining_error)
@@ -954,7 +956,7 @@ class Catalog:
                     arrival.set_exception(_draining_error())
 
     def check_not_draining(self) -> None:
-        """Raise UnavailableError if the server is shutting down, because no call may begin to wait during shutdown."""
+        """Raise UnavailableError if the server is shutting down, because no call may start waiting during shutdown."""
         if self._is_draining:
             raise _draining_error()
 

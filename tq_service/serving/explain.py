@@ -1,7 +1,7 @@
-"""Explains why claims wait: how many samples are ready, and which requirements the remaining samples do not meet.
+"""Explains why claims wait: how many samples are ready, and which requirements the other samples do not meet.
 
 An explanation scans all rows, so it is computed only on request. Plans and explanations share a single list of
-requirements (`Readiness.requirements`). `Lack` defines the sentence for each unmet requirement.
+requirements (`Readiness.requirements`). `Lack` defines the sentence that reports each unmet requirement.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Explainer:
 
     Args:
         catalog: catalog of partitions and the claims that wait for them.
-        runner: returns the length source that a sampler needs.
+        runner: runner that returns the length source needed by a sampler.
     """
 
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
@@ -50,7 +50,7 @@ class Explainer:
         self._recent: dict[object, asyncio.Task[WaitReason]] = {}
 
     async def explain(self, partition_id: str, request: ClaimRequest, names: Collection[str]) -> WaitReason:
-        """Return the reason why a claim has not been answered yet.
+        """Return the reason why a claim has not yet been answered.
 
         Args:
             partition_id: name of the partition, which may be missing.
@@ -70,10 +70,10 @@ class Explainer:
 
         Args:
             partition_id: name of the partition, which may be missing.
-            task_name: name of the task whose claims to explain. If empty, claims of all tasks are explained.
-            names: names of the partitions that the caller may see. If None, only the fields and tasks of claims are
-                reported.
-            most: maximum number of reasons. The earliest claims are explained first. None for no limit.
+            task_name: name of the task whose claims to explain, or "" to explain the claims of all tasks.
+            names: names of the partitions that the caller may see, or None to report only the fields and tasks of
+                claims.
+            most: maximum number of reasons, or None for no limit. The earliest claims are explained first.
         """
         partition = self._catalog.find(partition_id, missing_ok=True)
         if partition is None:
@@ -88,7 +88,7 @@ class Explainer:
         return [replace(await self._reason(partition, request), waiting_count=count) for request, count in waiting]
 
     async def _arrivals(self, partition_id: str, task_name: str) -> list[WaitReason]:
-        """Return the calls that wait for a missing partition, as reasons without text. Equal calls share one reason."""
+        """Return the calls that wait for a missing partition as reasons without text. Equal calls share one reason."""
         alike, slices = Counter[tuple[str, tuple[str, ...]]](), Slices()
         for claim in self._catalog.awaiting(partition_id):
             alike[("", ()) if claim is None else (claim.task_name, claim.spec.data_fields)] += 1
@@ -130,7 +130,7 @@ class Explainer:
         return await asyncio.shield(self._recent[key])
 
     def _lacking_version(self, wanted: NotBefore | None) -> str | None:
-        """Return a sentence about the version that a claim waits for, or None if it does not wait for a version."""
+        """Return a sentence about the version that a claim waits for, or None if the claim waits for none."""
         if wanted is None or self._catalog.versions.is_published(wanted.policy, wanted.version):
             return None
         policy = self._catalog.policies.get(wanted.policy)
@@ -158,8 +158,8 @@ class Explanation:
     Args:
         partition: partition of the task.
         task: ledger of the claiming task.
-        request: any of the equal claims to explain.
-        length: length source that the claim's sampler needs, or None.
+        request: one of the equal claims to explain.
+        length: length source that the claim's sampler needs, or None if it needs no lengths.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Explanation:
         self._ready: list[Indexes] = []  # global indexes, because positions may change between slices
 
     def look(self, rows: slice) -> None:
-        """Count the ready rows of a slice, and the rows that fail each requirement."""
+        """Count the ready rows of a slice and the rows that fail each requirement."""
         partition, task = self._partition, self._task
         states, left = partition.state.data[rows], task.is_pending(rows)
         live = left & (states == self._state)
@@ -198,7 +198,7 @@ class Explanation:
         self._ready.append(partition.table.index.data[rows][ready])
 
     async def reason(self, slices: Slices, queue: AdmissionQueue | None) -> WaitReason:
-        """Return the reason why the claim waits, based on the scan and the partition's queue of puts."""
+        """Return the reason why the claim waits, based on the scan and on the partition's queue of puts."""
         task, request = self._task, self._request
         lacks = [
             NotReady(kind=lack.kind, name=name, sample_count=count, example=self._of_groups(lack, name))
@@ -251,7 +251,7 @@ class Explanation:
         return f"their groups lack a value, which must be put for the groups{never}"
 
     def _cause(self, ready_count: int, needed_count: int, lacks: Sequence[NotReady]) -> tuple[WaitCode, str]:
-        """Return the code and the text of the reason."""
+        """Return the code and the text of the reason why the claim waits."""
         partition_id, fields = self._partition.partition_id, self._partition.cells.fields
         task_of = f"task {self._task.name!r} of partition {partition_id!r}"
         if not self._partition.inserted_count:
@@ -281,7 +281,7 @@ class Explanation:
         return code, "; ".join([text, *map(_sentence, lacks)])
 
     def _awaited(self) -> NotReady | None:
-        """Return the unready samples that block plans because of the staleness bound, or None if there are none."""
+        """Return the unready samples that block plans under the staleness bound, or None if there are none."""
         partition, outstanding = self._partition, self._task.outstanding
         if outstanding is None or outstanding.admission.max_staleness is None:
             return None
@@ -324,7 +324,7 @@ class Explanation:
     # Groups
 
     def _grouping(self) -> Grouping | None:
-        """Return the groups that must be delivered whole, or None if samples are delivered individually."""
+        """Return the groups that must be delivered as a whole, or None if samples are delivered individually."""
         sampler = self._request.sampler
         size = getattr(sampler, "n_samples_per_prompt", None)
         keeps_named = hasattr(sampler, "n_samples_per_prompt") and self._partition.groups.in_use
@@ -336,7 +336,7 @@ class Explanation:
         return grouping_of(self._partition, self._task, size, blocks, take_incomplete=is_taking, unit=unit)
 
     async def _groups(self) -> tuple[int, NotReady | None]:
-        """Return the number of ready samples or groups, and information about groups that are only partly ready."""
+        """Return the number of ready samples or groups, and information about any groups that are only partly ready."""
         ready = np.concatenate([np.zeros(0, np.int64), *self._ready])
         grouping, had_named = self._grouping(), self._partition.groups.in_use
         if grouping is None:
@@ -410,7 +410,7 @@ class Explanation:
 
 
 def _evicted(task: TaskLedger) -> str:
-    """Return a clause about the units that a task has evicted, or "" if it has evicted none."""
+    """Return a clause about the units that a task has evicted, or "" if there are none."""
     counts = [
         (task.unmatched_count, "excluded by where"),
         (task.too_small_count, "with too few members left"),

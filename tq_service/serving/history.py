@@ -1,7 +1,7 @@
-"""The change history. It tells watching clients what has changed in partitions, samples and tasks since a revision.
+"""The change history, which tells watching clients what has changed in partitions, samples and tasks since a revision.
 
-Revisions number the states of this service instance that clients have seen. A change belongs to the next revision. The
-history stores the revision of the last change to each row, in a column, and to each task:
+Revisions number the states of this service instance that clients have seen. Each change belongs to the next revision.
+The history stores the revision of the last change to each row (in a column) and to each task:
 
     revision 7 is issued
     rows 3 and 4 of "a" are written, a task of "b" claims samples: recorded under revision 8
@@ -9,12 +9,12 @@ history stores the revision of the last change to each row, in a column, and to 
     row 4 of "a" is written: recorded under revision 9
     a watcher at revision 7 receives rows 3 and 4 of "a" in their current state and the task of "b", and is now at 9
 
-The state of a watcher is therefore a single number. A watcher that is behind receives each item that has changed since
-its revision once, in its latest state. Only blocks with changed rows are searched.
+The state of a watcher is therefore a single number. A watcher that has fallen behind receives each item that has
+changed since its revision once, in the item's latest state. Only blocks that contain changed rows are searched.
 
 Removed rows and partitions can no longer be read, so a log of limited size records their names. If the log has dropped
-removed rows that a watcher has not seen, the watcher receives their entire partition again. If the log has dropped a
-removed partition, watchers at earlier revisions must start over (CompactedError). The history is not persisted, so a
+removed rows that a watcher has not seen, the watcher receives the entire partition again. If the log has dropped a
+removed partition, watchers at earlier revisions must start over (CompactedError). The history is not persisted, so each
 restart begins a new history. No changes are recorded before the first revision is issued.
 """
 
@@ -44,7 +44,7 @@ _FIRST: Final = 1
 _COLUMN: Final = "revision"
 
 Removed: TypeAlias = tuple[Indexes, NDArray[Any] | None]
-"""Global indexes of removed rows, and their keys (None if no row had a key)."""
+"""Global indexes of removed rows, and the rows' keys (None if no row had a key)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,13 +52,13 @@ class _Past:
     """The revisions at which a partition and its parts last changed.
 
     Attributes:
-        made_at: revision at which the partition was created. Watchers at earlier revisions have not seen the partition.
+        made_at: revision at which the partition was created. Watchers at earlier revisions have not yet seen the
+            partition.
         rows_at: revision of the last change to any row or to the summary.
         block_at: revision of the last write to each block of rows, by block number (index >> 13).
         tasks_at: revision of the last change to any task.
-        task_at: revision of the last change to each task, by task name. The key None is for changes that affect all
-            tasks.
-        forgotten_at: latest revision of removed rows whose entries the log has dropped.
+        task_at: revision of the last change to each task, by task name. The key None stands for changes to all tasks.
+        forgotten_at: latest revision whose removed rows the log has dropped.
     """
 
     partition_id: str
@@ -110,10 +110,10 @@ class PartitionChanges:
     """The changes to a partition since a revision.
 
     Attributes:
-        partition: the partition. None if this incarnation no longer exists.
+        partition: the partition, or None if this incarnation no longer exists.
         removed: removed rows.
-        since: only rows written after this revision are included. 0 to include all rows.
-        blocks: numbers of the blocks that may contain included rows. None for all blocks.
+        since: revision after which rows must have been written to be included, or 0 to include all rows.
+        blocks: numbers of the blocks that may contain included rows, or None for all blocks.
         task_names: names of changed tasks.
     """
 
@@ -126,7 +126,7 @@ class PartitionChanges:
     task_names: Collection[str] = ()
 
     def written(self) -> Iterator[Indexes]:
-        """Yield the global indexes of written rows, in arrays of up to 4,096 indexes."""
+        """Yield the global indexes of the written rows, in arrays of up to 4,096 indexes."""
         if self.partition is None:
             return
         table, found = self.partition.table, np.zeros(0, np.int64)
@@ -143,7 +143,7 @@ class PartitionChanges:
 
 
 class ChangeHistory:
-    """The change history of one service instance. It must be used from the instance's event loop.
+    """The change history of one service instance, which must be used from the instance's event loop.
 
     Args:
         state: state that contains all partitions.
@@ -151,8 +151,8 @@ class ChangeHistory:
     Attributes:
         instance_id: 16 random bytes that identify this history.
         number: revision of the last change.
-        given_out: last issued revision. 0 if no revision has been issued, in which case no changes are recorded.
-        forgotten_at: latest revision of a removed partition whose entry the log has dropped.
+        given_out: last issued revision, or 0 if no revision has been issued, in which case no changes are recorded.
+        forgotten_at: latest revision whose removed partitions the log has dropped.
         on_change: function called after each recorded group of changes.
     """
 
@@ -200,7 +200,7 @@ class ChangeHistory:
         self.on_change()
 
     def _past(self, partition: Partition, made_at: int = _FIRST) -> _Past:
-        """Return the revisions of a partition, and mark the partition as most recently changed."""
+        """Return the revisions of a partition and mark the partition as most recently changed."""
         past = self._pasts.pop(partition, None) or _Past(partition.partition_id, partition.incarnation, made_at)
         self._pasts[partition] = past
         return past
@@ -231,12 +231,12 @@ class ChangeHistory:
         """Return the number of a revision received from a client.
 
         Raises:
-            CompactedError: another service instance issued the revision.
-            InvalidArgumentError: the revision is malformed, or this instance has not issued it.
+            CompactedError: the revision was issued by another service instance.
+            InvalidArgumentError: the revision is malformed or was not issued by this instance.
         """
         if revision.instance_id != self.instance_id and len(revision.instance_id) == len(self.instance_id):
             raise CompactedError(
-                "the revision is from another instance of the service, which has restarted since; list again, or "
+                "the revision is from another instance of the service, which has since restarted. List again, or "
                 "watch without a revision to start with the full state",
                 metadata={"got": str(revision.number), "oldest": str(self.number)},
             )
@@ -244,7 +244,7 @@ class ChangeHistory:
             raise InvalidArgumentError(
                 f"revision has an instance_id of {len(revision.instance_id)} bytes and the number {revision.number}; "
                 f"expected {len(self.instance_id)} bytes and 1 to {self.given_out}. Send a revision exactly as it "
-                f"was returned, or omit it to start with the full state.",
+                f"was returned, or omit the revision to start with the full state.",
                 field="revision",
             )
         return revision.number
@@ -253,7 +253,7 @@ class ChangeHistory:
         """Return all changes since a revision, with removed partitions first. If `since` is 0, return the full state.
 
         Raises:
-            CompactedError: the log no longer contains some of these changes.
+            CompactedError: the log no longer contains some of the requested changes.
         """
         if not since:
             there = [(name, each) for name, each in self._state.partitions.items() if selection.covers(name)]
@@ -261,7 +261,7 @@ class ChangeHistory:
             return [_changes_of(each, past, 0, selection) for (_, each), past in zip(there, pasts, strict=True)]
         if self.forgotten_at > since:
             raise CompactedError(
-                f"revision {since} is too old, because changes up to {self.forgotten_at} were dropped; list "
+                f"revision {since} is too old, because changes up to {self.forgotten_at} were dropped. List "
                 f"again, or watch without a revision to start with the full state",
                 metadata={"got": str(since), "oldest": str(self.forgotten_at)},
             )
@@ -287,7 +287,7 @@ class ChangeHistory:
         return [*cleared, *reversed(changed)]
 
     def is_there(self, partition: Partition) -> bool:
-        """Whether a partition still exists. If not, a later change will report its removal."""
+        """Whether a partition still exists. If it does not, a later change will report its removal."""
         return self._state.partitions.get(partition.partition_id) is partition
 
 
@@ -314,7 +314,7 @@ def _changes_of(
 
 
 def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iterable[int]:
-    """Set the revision of all given rows that still exist. Return the numbers of their blocks."""
+    """Set the revision of those given rows that still exist. Return the numbers of the rows' blocks."""
     revisions = table.columns.get(_COLUMN) or table.unsaved_column(_COLUMN, np.int64, 0)
     if isinstance(rows, range):
         revisions.write(slice(table.position_from(rows.start), table.position_from(rows.stop)), number)
@@ -326,6 +326,6 @@ def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iter
 
 
 def _slices_of(table: RowTable, blocks: Iterable[int]) -> Iterator[slice]:
-    """Yield the table positions of each block, computed lazily."""
+    """Yield the table positions of each block, computing them lazily."""
     for block in blocks:
         yield slice(table.position_from(block << _BLOCK_SHIFT), table.position_from((block + 1) << _BLOCK_SHIFT))

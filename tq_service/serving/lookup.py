@@ -1,10 +1,10 @@
 """Lists samples and names in pages, waits for samples, and clears samples in parts.
 
-A page is limited in size and in number of samples, so it is produced quickly. A page token encodes the start of the
-page and the partition's incarnation. Tokens need not be secret, because a client that may list a partition may read
-every page.
+The size of a page and its number of samples are limited, so each page is produced quickly. A page token encodes the
+start of the page and the partition's incarnation. Tokens need not be secret, because a client that may list a partition
+may read every page of the list.
 
-`LookupWait` waits until enough samples are found. `Clearing` clears the selected samples in parts, and lets other calls
+`LookupWait` waits until enough samples are found. `Clearing` clears the selected samples in parts and lets other calls
 run between parts. `ClearingFields` clears only some fields of the selected samples.
 """
 
@@ -56,12 +56,12 @@ _NONE: Final = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Consecutive samples of a selection.
+    """Consecutive samples from a selection.
 
     Attributes:
         positions: table positions of the samples, of shape `(n,)`.
-        places: place of each sample in the selection, of shape `(n,)`. A later part can start at any of these places.
-        next_place: place at which the next part starts. None for the last part.
+        places: place of each sample in the selection, of shape `(n,)`. A later part can start at any such place.
+        next_place: place at which the next part starts, or None for the last part.
     """
 
     positions: Indexes
@@ -79,10 +79,10 @@ class Part:
 class Selection:
     """The samples selected by a request.
 
-    Samples selected individually appear in the order of `indexes`, followed by the order of `keys`. Otherwise, the
+    Individually selected samples appear in the order of `indexes`, followed by the order of `keys`. Otherwise, the
     selection contains the members of `groups` and `rollouts`, or all samples, in order of insertion. A selection may
-    contain millions of samples, so it is read in parts. A place is an offset into the given indexes and keys, or a
-    global index.
+    contain millions of samples, so it is read in parts. A place is either an offset into the given indexes and keys or
+    a global index.
 
     Attributes:
         indexes: global indexes, of shape `(n,)`.
@@ -90,11 +90,11 @@ class Selection:
         groups: names of groups whose members are selected.
         rollouts: names of rollouts whose samples are selected.
         is_all: whether all samples are selected.
-        skipped_by: name of a task, or empty. If set, only samples that this task will never receive are selected.
-            Requires `is_all`.
-        left_for: name of a task, or empty. If set, only samples that this task may still receive, and that no task has
-            leased, are selected.
-        where: further conditions that selected samples must satisfy.
+        skipped_by: name of a task, or "". If set, only samples that this task will never receive are selected. Requires
+            `is_all`.
+        left_for: name of a task, or "". If set, only samples that this task may still receive and that no task has
+            leased are selected.
+        where: further conditions that the selected samples must satisfy.
 
     Raises:
         InvalidArgumentError: samples are given both individually and by group or rollout, or together with
@@ -113,24 +113,24 @@ class Selection:
     def __post_init__(self) -> None:
         if self.skipped_by and not self.is_all:
             raise InvalidArgumentError(
-                f"skipped_by is {self.skipped_by!r}, but samples or groups are set too; set only one of them",
+                f"skipped_by is {self.skipped_by!r}, but samples or groups are also set; set only one of them",
                 field="skipped_by",
             )
         for name in ("groups", "rollouts"):
             if getattr(self, name) and (self.named_count or self.is_all):
                 raise InvalidArgumentError(
-                    f"{name} and samples are both set; set either samples (by index or key) or their {name}",
+                    f"{name} and samples are both set; set either samples (by index or key) or {name}",
                     field=name,
                 )
 
     @property
     def named_count(self) -> int:
-        """Number of samples given by index or key, including missing samples."""
+        """Number of samples given by index or key, including missing ones."""
         return self.indexes.size + len(self.keys)
 
     @property
     def has_conditions(self) -> bool:
-        """Whether the selection has conditions that a listed sample may fail to satisfy, now or later."""
+        """Whether the selection has conditions that a listed sample may fail to satisfy now or later."""
         return bool(self.where or self.skipped_by or self.left_for)
 
     @property
@@ -146,7 +146,8 @@ class Selection:
     def part(self, partition: Partition, place: int, size: int) -> Part:
         """Return the part that starts at a place.
 
-        The part covers `size` listed samples or rows. If the selection has groups or conditions, it covers more rows.
+        The part covers `size` listed samples or rows. If the selection has groups or conditions, the part covers more
+        rows.
         """
         if self.is_named:
             return self._named(partition, place, place + size)
@@ -206,7 +207,7 @@ class Selection:
         return mask
 
     def missing(self, partition: Partition, start: int, stop: int | None) -> tuple[list[str], Indexes]:
-        """Return the selected keys and indexes for which no sample exists, in a range of places."""
+        """Return the selected keys and indexes in a range of places for which no sample exists."""
         count, indexes = self.indexes.size, self.indexes[start:stop]
         keys = self.keys[max(0, start - count) : None if stop is None else max(0, stop - count)]
         unknown = np.flatnonzero(partition.key_index.positions_of(keys) < 0).tolist()
@@ -222,9 +223,9 @@ class Page:
         positions: table positions of the samples, of shape `(n,)`.
         missing_keys: keys in the page's range for which no sample exists.
         missing_indexes: indexes in the page's range for which no sample exists.
-        missing_groups: selected groups that have no members in the partition. Set only on the first page.
-        missing_rollouts: selected rollouts that have no samples. Set only on the first page.
-        next_place: place in the selection at which the next page starts. None for the last page.
+        missing_groups: selected groups that have no members in the partition, set only on the first page.
+        missing_rollouts: selected rollouts that have no samples, set only on the first page.
+        next_place: place in the selection at which the next page starts, or None for the last page.
     """
 
     partition: Partition
@@ -249,14 +250,14 @@ def find_page(
     Args:
         catalog: catalog that contains the partition.
         partition_id: name of the partition.
-        selection: selected samples. Must be equal for all pages.
-        size: maximum number of samples on the page. 0 for the largest permitted page.
-        token: token of the page. "" for the first page.
+        selection: selected samples, which must be the same for all pages.
+        size: maximum number of samples on the page, or 0 for the largest permitted page.
+        token: token of the page, or "" for the first page.
         missing_ok: whether to return None if the first page is requested and the partition does not exist.
 
     Raises:
         PartitionNotFoundError: the partition does not exist.
-        StaleIncarnationError: the partition has been cleared since the previous page.
+        StaleIncarnationError: the partition was cleared after the previous page was returned.
         InvalidArgumentError: the size, the token or a condition is invalid.
     """
     size = _page_size(size, _MOST_OF_A_PAGE)
@@ -270,7 +271,7 @@ def find_page(
     incarnation, place = _read_token(token)
     if incarnation and partition_id not in catalog.names():
         raise StaleIncarnationError(
-            f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared while it was being listed. "
+            f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared during the listing. "
             f"Discard the pages received so far.",
             metadata={"partition_id": partition_id, "got": incarnation.hex()},
         )
@@ -299,9 +300,9 @@ def _unknown(names: Sequence[str], slots: Indexes) -> list[str]:
 def first_known(
     catalog: Catalog, partition_id: str, incarnation: bytes, rows: Indexes
 ) -> tuple[Partition, Indexes] | None:
-    """Return the partition of the given samples, and as many leading samples as fit on one page.
+    """Return the partition of the given samples and as many leading samples as fit on one page.
 
-    Return None if the partition or one of these samples no longer exists.
+    Return None if the partition or one of the leading samples no longer exists.
     """
     partition = catalog.find(partition_id, incarnation, missing_ok=True)
     if partition is None:
@@ -316,9 +317,9 @@ def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple
     Args:
         names: all names, in any order.
         of: kind of the listed names. Tokens from a list of a different kind are rejected.
-        size: maximum number of names on the page. 0 for the largest permitted page.
-        token: token of the page. "" for the first page. A token consists of a checksum and the first name on the page,
-            which may have been removed in the meantime.
+        size: maximum number of names on the page, or 0 for the largest permitted page.
+        token: token of the page, or "" for the first page. A token consists of a checksum and the first name on the
+            page, which may have been removed in the meantime.
 
     Raises:
         InvalidArgumentError: the size or the token is invalid.
@@ -345,14 +346,14 @@ def _check_named(name: str, count: int) -> None:
     """Reject a list of samples or groups that is too long for one request."""
     if count > MOST_NAMED:
         raise InvalidArgumentError(
-            f"{name} has {count} entries; expected at most {MOST_NAMED}. Split them among several calls.",
+            f"{name} has {count} entries; expected at most {MOST_NAMED}. Split the entries among several calls.",
             field=name,
             metadata={"got": str(count), "limit": str(MOST_NAMED)},
         )
 
 
 def _read_token(token: str) -> tuple[bytes, int]:
-    """Return the partition incarnation and the start of the page, as encoded in a token."""
+    """Return the partition's incarnation and the start of the page, as encoded in a token."""
     if not token:
         return b"", 0
     incarnation, _, place = token.partition("-")
@@ -365,7 +366,7 @@ def _read_token(token: str) -> tuple[bytes, int]:
 
 
 def no_page_token(token: str) -> InvalidArgumentError:
-    """Return the error for a page token that does not belong to the requested list."""
+    """Create the error for a page token that does not belong to the requested list."""
     return InvalidArgumentError(
         f"page_token is {token[:64]!r}, which does not belong to this list; expected the next_page_token of the "
         f"previous page, with the other fields unchanged. Omit page_token for the first page.",
@@ -374,7 +375,7 @@ def no_page_token(token: str) -> InvalidArgumentError:
 
 
 def fitting_count(partition: Partition, positions: Indexes) -> int:
-    """Return how many leading samples fit in one response with their metadata. At least one sample always fits."""
+    """Return how many leading samples, with their metadata, fit in one response. At least one sample always fits."""
     columns = [column for name in partition.meta.names() if (column := partition.meta.read(name, positions))]
     number_count = sum(column.values.dtype.kind != "O" for column in columns)
     count = min(positions.size, _MOST_NUMBERS // max(1, number_count))
@@ -421,14 +422,14 @@ def locate(
     Args:
         partition: partition of the samples.
         names: names of the fields.
-        indexes: global indexes of the samples. Must be empty if keys are given.
+        indexes: global indexes of the samples, which must be empty if keys are given.
         keys: keys of the samples.
         skip_missing: whether to omit missing samples and samples with missing cells.
         skip_missing_fields: whether to omit fields that do not exist, or that some samples lack.
 
     Raises:
-        FieldNotFoundError: the partition has never had one of the fields. Not raised for a field whose cells have all
-            been cleared.
+        FieldNotFoundError: the partition has never had one of the fields. This error is not raised for a field whose
+            cells have all been cleared.
         KeyNotFoundError, SampleNotFoundError, CellNotFoundError: a required sample or cell is missing.
         InvalidArgumentError: too many samples are given, or samples are given both by index and by key.
     """
@@ -444,8 +445,8 @@ def locate(
         if not skip_missing and bool((known < 0).any()):
             key = keys[int(np.argmax(known < 0))]
             raise KeyNotFoundError(
-                f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
-                f"set skip_missing to omit it",
+                f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}. "
+                f"Set skip_missing to omit missing keys",
                 metadata={"partition_id": partition.partition_id, "key": key},
             )
         rows = partition.table.index[known[known >= 0]]
@@ -463,7 +464,7 @@ def locate(
 
 
 def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> CellNotFoundError:
-    """Return the error for samples that lack a field. The error names a failed sample if there is one."""
+    """Create the error for samples that lack a field. The error names a failed sample if there is one."""
     failed = rows[partition.state[partition.table.find(rows)] == FAILED]
     row = (failed if failed.size else rows)[:1]
     position = partition.table.find(row)
@@ -488,10 +489,10 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
 class LookupWait:
     """A context manager that waits until a look-up finds enough samples.
 
-    Instead of polling, the wait collects rows as they are written. It checks the collected rows only when there are
-    enough of them to reach `min_count`. If a partition is filled row by row, this requires only a few checks of a few
-    rows, rather than a check of all rows after each write. When `min_count` appears to be reached, cleared rows are
-    subtracted.
+    Instead of polling, the wait collects rows as they are written. Collected rows are checked only once there are
+    enough of them to reach `min_count`. If a partition is filled row by row, a few checks of a few rows therefore
+    suffice, rather than a check of all rows after each write. When `min_count` appears to have been reached, cleared
+    rows are subtracted.
 
     Args:
         partition: partition of the samples.
@@ -532,9 +533,9 @@ class LookupWait:
     async def until_enough(self, deadline: float) -> bool:
         """Wait until enough samples exist, or until a deadline in event-loop time.
 
-        Return True if enough samples exist, or if `min_count` can no longer be reached. Return False after the
-        deadline. All samples that exist when the call starts are checked, even after the deadline. Later samples are
-        checked only until the deadline.
+        Return True if enough samples exist or if `min_count` can no longer be reached, and False after the deadline.
+        All samples that exist when the call starts are checked, even after the deadline. Later samples are checked only
+        until the deadline.
 
         Raises:
             TqError: the wait was ended by `end`.
@@ -571,14 +572,14 @@ class LookupWait:
 
     @property
     def _is_in_vain(self) -> bool:
-        """Whether waiting is useless because the partition is sealed and has too few samples."""
+        """Whether waiting is futile because the partition is sealed and has too few samples."""
         count = self._partition.table.present_count
         if self._selection.is_named:
             count = min(count, self._selection.named_count)
         return self._partition.sealed and count < self._min_count
 
     def _look(self) -> int:
-        """Check some of the written rows, oldest first. Return the number of rows checked."""
+        """Check some of the written rows, oldest first, and return how many were checked."""
         taken: list[Indexes | range] = []
         left = _LOOKED_AT_ONCE
         while self._unseen and left:
@@ -599,7 +600,7 @@ class LookupWait:
         return indexes.size
 
     def _has_enough(self) -> bool:
-        """Whether enough samples have been found, ignoring rows that have been rewritten since they were checked."""
+        """Whether enough samples have been found, not counting rows rewritten since they were checked."""
         least = self._min_count + sum(len(rows) for rows in self._unseen if not isinstance(rows, range))
         if len(self._found) >= least:
             self._forget_cleared()
@@ -639,17 +640,17 @@ async def wait_for_samples(
 class Clearing:
     """Clears samples in parts, ignoring missing samples.
 
-    Each sample is tested against the selection's conditions in the step that clears it.
+    Each sample is tested against the selection's conditions in the same step that clears it.
 
     Args:
         catalog: catalog that contains the partition.
         partition_id: name of the partition.
-        incarnation: expected incarnation of the partition. If empty, the incarnation that exists when the first part is
-            cleared.
+        incarnation: expected incarnation of the partition, or empty for the incarnation that exists when the first part
+            is cleared.
         selection: samples to clear.
         claim: leased claim that all samples must belong to, or None to skip this check. All samples are checked at the
             start, and each part is checked again when it is cleared.
-        missing_ok: whether to succeed without clearing anything if the partition does not exist or has been cleared.
+        missing_ok: whether to succeed without clearing anything if the partition does not exist or was cleared.
     """
 
     catalog: Catalog
@@ -679,7 +680,7 @@ class Clearing:
             self._last = self._next_part()
 
     def finish(self) -> int:
-        """Clear the last part and remove groups without samples. Return the total number of samples cleared."""
+        """Clear the last part and remove groups without samples. Return the total number of cleared samples."""
         self._change()
         if self.selection.groups and not self.selection.has_conditions:
             self._remove_groups()
@@ -695,12 +696,12 @@ class Clearing:
             self._done_count += self._commit(self._last)
 
     def _commit(self, rows: Indexes) -> int:
-        """Clear the samples of one part. Return how many of them existed."""
+        """Clear the samples of one part, and return how many of them existed."""
         change = SamplesCleared(partition_id=self.partition_id, global_indexes=rows, claim=self.claim)
         return self.catalog.commit(change) or 0
 
     def _next_part(self) -> Indexes:
-        """Return the next samples to clear, limited to the number that a single step may clear."""
+        """Return the next samples to clear, but no more than a single step may clear."""
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
         if partition is None:
             self._place, self._part = None, self._part[:0]
@@ -728,10 +729,10 @@ class Clearing:
 
 
 class Failing(Clearing):
-    """Marks samples as failed, in parts. Ignores samples that are missing or have already failed. See `Clearing`."""
+    """Marks samples as failed, in parts, ignoring samples that are missing or have already failed. See `Clearing`."""
 
     def _remove_groups(self) -> None:
-        """Keep groups without samples, because they have nothing to mark as failed."""
+        """Keep groups without samples, because such groups contain nothing to mark as failed."""
 
     def _commit(self, rows: Indexes) -> int:
         """Mark the samples of one part as failed."""
@@ -748,11 +749,11 @@ class Failing(Clearing):
 
 @dataclass
 class ClearingFields(Clearing):
-    """Clears the cells of some fields, in parts, and keeps the samples. See `Clearing`.
+    """Clears the cells of some fields, in parts, but keeps the samples. See `Clearing`.
 
     Args:
         field_names: names of the fields, without duplicates. If a field has group scope, the selection must consist of
-            groups, and the cells shared by their members are cleared.
+            groups, and the cells shared by the group members are cleared.
 
     Raises:
         InvalidArgumentError: `field_names` is empty.
@@ -762,14 +763,14 @@ class ClearingFields(Clearing):
 
     def __post_init__(self) -> None:
         if not self.field_names:
-            raise InvalidArgumentError("data_fields is empty; name the fields to clear", field="data_fields")
+            raise InvalidArgumentError("data_fields is empty; specify the fields to clear", field="data_fields")
 
     async def begin(self) -> None:
         """Clear all parts except the last one.
 
         Raises:
             FieldNotFoundError: the partition has never had one of the fields, and `missing_ok` is not set.
-            InvalidArgumentError: a field has group scope, and the selection consists of more than groups.
+            InvalidArgumentError: a field has group scope, but the selection does not consist only of groups.
             LeaseExpiredError, InvalidArgumentError: see `check_claim`.
         """
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
@@ -783,12 +784,13 @@ class ClearingFields(Clearing):
         await super().begin()
 
     def _check_shared(self, partition: Partition, name: str) -> None:
-        """Raise InvalidArgumentError if a group's shared cells would be cleared for only some of its samples."""
+        """Raise InvalidArgumentError if the shared cells of a group would be cleared for only some of its samples."""
         selection = self.selection
         if not selection.groups or selection.rollouts or selection.has_conditions:
             raise InvalidArgumentError(
-                f"field {name!r} of partition {partition.partition_id!r} has group scope; got samples, rollouts or "
-                f"conditions. Its value can be cleared only for entire groups. Select groups and nothing else.",
+                f"field {name!r} of partition {partition.partition_id!r} has group scope, but the selection "
+                f"has samples, rollouts or conditions. The field can be cleared only for entire groups. "
+                f"Select only groups.",
                 field="data_fields",
                 metadata={"field_name": name},
             )
@@ -803,7 +805,7 @@ class ClearingFields(Clearing):
             await asyncio.sleep(0)
 
     def _commit(self, rows: Indexes, groups: Sequence[str] = ()) -> int:
-        """Clear the cells of the samples in one part, or of groups. Return the number of cells cleared."""
+        """Clear the cells of the samples in one part, or of groups. Return the number of cleared cells."""
         change = CellsCleared(
             partition_id=self.partition_id,
             field_names=self.field_names,

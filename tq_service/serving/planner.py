@@ -1,19 +1,19 @@
-"""The planner of a task in one partition. It plans batches one at a time and answers waiting claims.
+"""The planner of a task in one partition, which plans batches one at a time and answers waiting claims.
 
     claim -> already recorded, or can be planned at once: answered
           -> otherwise joins the line of claims with an equal spec
              -> on its turn, planned on the event loop: answered, or a miss
                 -> if that is impossible, planned off the loop, one plan at a time
 
-Lines take turns in order of arrival, regardless of what they claim. A line that cannot be served is skipped and gets
-another turn after the next change. If a sampler cannot plan immediately on the event loop, it runs off the loop, for
-one line at a time. An off-loop plan that exceeds its time limit yields to the next plan. Commits, status requests,
-replays, and claims that can be planned immediately never wait for off-loop plans.
+Lines take turns in order of arrival, whatever they claim. A line that cannot be served is skipped and gets another turn
+after the next change. A sampler that cannot plan immediately on the event loop runs off the loop, for one line at a
+time. An off-loop plan that exceeds its time limit yields to the next plan. Commits, status requests, replays, and
+claims that can be planned immediately never wait for off-loop plans.
 
-The loop checks that all rows in a plan are still ready and records the plan, both in a single step. If a row is no
-longer ready, the planner plans the line again. Faster lines could therefore overtake a slow sampler forever. To prevent
-this, the slow line's next plan skips as many ready rows as other lines are likely to claim in the meantime. Later lines
-wait for that plan if the slow line's previous plan was quick.
+In a single step, the loop checks that all rows in a plan are still ready and records the plan. If a row is no longer
+ready, the planner makes a new plan for the line. Faster lines could therefore overtake the line of a slow sampler
+forever. To prevent this, the slow line's next plan skips as many ready rows as other lines are likely to claim in the
+meantime. If the slow line's previous plan was quick, later lines wait for the next one.
 
 `WaitQueue` stores the lines and selects the next line to serve. `Planner` makes plans for the lines and records them.
 """
@@ -90,7 +90,7 @@ _FEW_ROWS = 1 << 13  # maximum number of rows to search on the event loop for th
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """The answer to a claim that timed out before any samples could be delivered. It is never recorded."""
+    """The answer to a claim that timed out before any samples could be delivered. This answer is never recorded."""
 
 
 Answer = RankPlan | Claim | EndCounts | NotYet
@@ -100,8 +100,8 @@ class LoopYielder:
     """Shares event-loop time fairly between thousands of waiting calls and all other work.
 
     The yielder yields to the loop after a few steps, or earlier if a step was slow. After many answers, it also pauses
-    for as long as it took to produce these answers, because most of the time is spent on sending. While the server is
-    busy sending, it accepts only one new call per loop iteration, so a backlog of new calls would build up.
+    for as long as those answers took to produce, because sending takes most of the time. While the server is busy
+    sending, it accepts only one new call per loop iteration, so a backlog of new calls would build up.
     """
 
     __slots__ = ("_answer_count", "_last", "_step_count")
@@ -111,7 +111,7 @@ class LoopYielder:
         self._last = time.perf_counter()
 
     async def step(self, *, has_answered: bool = True) -> None:
-        """Count an answered call, or a turn that produced no plan, and yield to the loop if it is time."""
+        """Count an answered call, or a turn that produced no plan, and yield to the loop if it is time to do so."""
         self._step_count += 1
         self._answer_count += has_answered
         if self._step_count % _STEPS_A_TURN and time.perf_counter() - self._last < _TURN_SECONDS:
@@ -138,7 +138,7 @@ class Waiter:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the call has been neither answered nor cancelled."""
+        """Whether the call has not yet been answered or cancelled."""
         return not self.answer.done()
 
     @property
@@ -154,7 +154,7 @@ class Waiter:
         return self.request.batch_index
 
     def end(self, outcome: Answer | TqError) -> None:
-        """Complete the call with an answer or an error, unless it has already ended."""
+        """Complete the call with an answer or an error, unless the call has already ended."""
         if not self.is_waiting:
             return
         if isinstance(outcome, TqError):
@@ -164,7 +164,7 @@ class Waiter:
 
 
 class LineState(Enum):
-    """The event that a line waits for.
+    """The states of a line. Each value describes the event that the line waits for.
 
     PARKED --something has changed--> QUEUED --its turn--> PARKED, or served and QUEUED again
                                                 |must be awaited
@@ -179,15 +179,15 @@ class LineState(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Line:
-    """Waiting calls with equal claim specs, in order of arrival. A single plan can serve any call in the line.
+    """Waiting calls with equal claim specs, in order of arrival. A given plan can serve any call in the line.
 
-    A line exists while it contains a waiting call or while a plan for it is in progress. The limit on waiting calls
+    A line exists while it contains a waiting call or while one of its plans is in progress. The limit on waiting calls
     also limits the number of lines.
 
     Attributes:
         last_miss: reason why the last search found no plan.
-        polls: polls among the waiting calls.
-        is_waited_for: whether later lines wait for this line's next off-loop plan. True if its last off-loop plan was
+        polls: the waiting calls that are polls.
+        is_waited_for: whether later lines wait for this line's next off-loop plan, which they do if the last one was
             quick.
         look_past: number of ready rows that the next off-loop plan skips and leaves to faster lines.
     """
@@ -209,12 +209,12 @@ class Line:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether the waiting calls are from ranks rather than queue workers."""
+        """Whether the waiting calls come from ranks rather than queue workers."""
         return self.spec.dp_size is not None
 
     @property
     def order(self) -> float:
-        """Arrival number of the line's first call. Infinity if the line is empty.
+        """Arrival number of the line's first call, or infinity if the line is empty.
 
         The arrival number determines the line's place in the queue.
         """
@@ -223,11 +223,11 @@ class Line:
 
     @property
     def batch_index(self) -> int:
-        """Lowest batch index that a rank in this line waits for. -1 if the line is empty or is for queue workers."""
+        """Lowest batch index that a rank in this line waits for, or -1 if the line is empty or is for queue workers."""
         return min((waiter.batch_index for waiter in self._waiters), default=-1)
 
     def first(self) -> Waiter | None:
-        """Return the first call that is still waiting, or None."""
+        """Return the first call that is still waiting, or None if there is none."""
         while self._waiters:
             waiter = next(iter(self._waiters))
             if waiter.is_waiting:
@@ -242,7 +242,7 @@ class Line:
             self.polls[waiter] = None
 
     def remove(self, waiter: Waiter) -> None:
-        """Remove a call if it is in the line."""
+        """Remove a call from the line, if present."""
         self._waiters.pop(waiter, None)
         self.polls.pop(waiter, None)
 
@@ -257,12 +257,12 @@ class WaitQueue:
     """The lines of waiting claims, served in the order in which their first calls arrived.
 
     After a change (`is_stale`), a scan queues every line that can now be served, including lines that were skipped
-    earlier. Even under constant changes, each scan is followed by at least as many turns as were queued at the time of
-    the scan. The cost per turn therefore stays low even with many lines.
+    earlier. Even under constant changes, each scan is followed by at least as many turns as were queued when the scan
+    ran. The cost per turn therefore stays low even with many lines.
 
     Attributes:
         by_spec: lines by claim spec. A call that is answered immediately does not join a line.
-        planning: line whose off-loop plan is in progress and has not yielded, or None.
+        planning: line whose off-loop plan is in progress and has not yielded, or None if there is no such line.
         is_stale: whether anything has changed since the last scan of all lines.
     """
 
@@ -284,11 +284,11 @@ class WaitQueue:
 
     @property
     def ranked_lines(self) -> list[Line]:
-        """The lines with calls from ranks rather than queue workers."""
+        """The lines whose calls come from ranks rather than queue workers."""
         return [line for line in self.by_spec.values() if line.is_ranked]
 
     def join(self, waiter: Waiter, miss: Miss) -> Line:
-        """Add a call to the line for its spec after a search found no plan, and return the line."""
+        """After a search found no plan for a call, add the call to the line for its spec and return that line."""
         spec = waiter.request.spec
         line = self.by_spec.get(spec)
         if line is None:
@@ -302,7 +302,7 @@ class WaitQueue:
         waiter.arrival = self._last_arrival
 
     def forget_if_unused(self, line: Line) -> None:
-        """Remove a line unless it contains a waiting call or a plan for it is in progress."""
+        """Remove a line unless it contains a waiting call or one of its plans is in progress."""
         if not line and line.state is not LineState.PLANNING and self.by_spec.get(line.spec) is line:
             del self.by_spec[line.spec]
 
@@ -321,7 +321,7 @@ class WaitQueue:
 
     @property
     def holder(self) -> Line | None:
-        """The line whose off-loop plan blocks all later lines, or None."""
+        """The line whose off-loop plan blocks all later lines, or None if there is no such line."""
         return self.planning if self.planning is not None and self.planning.is_waited_for else None
 
     @property
@@ -330,7 +330,7 @@ class WaitQueue:
         return bool(self._turns) and (self.holder is None or self._turns[0][0] < self.holder.order)
 
     def next(self, may_be_served: Callable[[Line], bool]) -> Line | None:
-        """Park and return the next line to serve. Return None if no line is queued and nothing has changed."""
+        """Park and return the next line to serve, or return None if no line is queued and nothing has changed."""
         while self.is_stale or self.has_turn:
             if self.is_stale and (self._turns_left <= 0 or not self.has_turn):
                 self.is_stale = False
@@ -349,7 +349,7 @@ class WaitQueue:
         return None
 
     def next_heavy(self) -> Line | None:
-        """Return the next line that needs an off-loop plan, or None if there is none or a plan is in progress."""
+        """Return the next line that needs an off-loop plan, or None if no line needs one or a plan is in progress."""
         if self.planning is not None or not self._heavy:
             return None
         line = min(self._heavy, key=lambda each: each.order)
@@ -360,7 +360,7 @@ class WaitQueue:
         return self.planning
 
     def defer(self, line: Line) -> None:
-        """Move a line behind all claims that are waiting now."""
+        """Move a line behind all currently waiting claims."""
         first = line.first()
         if first is not None:
             self._give_number(first)
@@ -372,7 +372,7 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
     Args:
         batch_index: index of the batch.
         plan: recorded plan of the batch.
-        lengths: token counts of `plan.rows`, of shape `(n,)`. None if unknown.
+        lengths: token counts of `plan.rows`, of shape `(n,)`, or None if unknown.
     """
     if lengths is None or not lengths.size:
         return RecentBatch(batch_index=batch_index)
@@ -393,9 +393,9 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
 
 
 class DeliveryRate:
-    """A task's delivery rate, computed as a sum whose terms decay by a factor of e every 10 seconds.
+    """The delivery rate of a task, computed as a sum whose terms decay by a factor of e every 10 seconds.
 
-    Memory use and time per call are constant. All times are in seconds, read from a single monotonic clock.
+    Memory use and time per call are constant. All times are in seconds and come from a single monotonic clock.
     """
 
     __slots__ = ("_at_seconds", "_count")
@@ -404,7 +404,7 @@ class DeliveryRate:
         self._count = self._at_seconds = 0.0
 
     def add(self, count: int, at_seconds: float) -> None:
-        """Add `count` samples delivered at `at_seconds`."""
+        """Record that `count` samples were delivered at `at_seconds`."""
         self._count = self._left(at_seconds) + count
         self._at_seconds = at_seconds
 
@@ -420,14 +420,14 @@ _log = logging.getLogger(__name__)
 
 
 class RunsPlans(Protocol):
-    """Runs samplers in isolation, so that a sampler that fails or hangs affects only the claim that it plans for."""
+    """Runs samplers in isolation, so that a sampler that fails or hangs affects only the claim being planned."""
 
     def length(self, sampler: Sampler) -> LengthSource | None:
         """Return the length source that a sampler needs, or None if it needs no lengths. Raises only TqError."""
         ...
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler on the event loop and return its plan, or None if it found no plan. The plan is well-formed.
+        """Run a sampler on the event loop and return its plan, which is well-formed, or None if it found no plan.
 
         Raises:
             MustBeAwaited: the sampler cannot run on the event loop.
@@ -436,7 +436,7 @@ class RunsPlans(Protocol):
         ...
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler off the event loop within a time limit, and return its well-formed plan, or None.
+        """Run a sampler off the event loop within a time limit. Return its well-formed plan, or None if it found none.
 
         Raises only TqError.
         """
@@ -448,7 +448,7 @@ class Planner:
 
     Attributes:
         task: ledger of the task.
-        last_request: last claim that this process received, or None.
+        last_request: last claim that this process received, or None if there was none.
         deliveries: rate at which this process delivers samples, per second.
         step_times: time breakdown of the trainer's latest steps, by rank.
     """
@@ -468,12 +468,12 @@ class Planner:
         Args:
             partition: partition of the task.
             task: ledger of the task.
-            runner: runs samplers.
-            commit: function that applies a change to the partition, and does nothing if the partition has been cleared.
+            runner: runner of samplers.
+            commit: function that applies a change to the partition, or does nothing if the partition has been cleared.
                 The second argument is the result of the change's `prepare`, or None.
-            group: function that returns a context manager. Changes made in its block form one group; see
+            group: function that returns a context manager. All changes made inside its block form one group; see
                 `StateMachine.group`.
-            on_batch: function called with the sampler name and the batch statistics for each batch recorded for ranks.
+            on_batch: function called for each batch recorded for ranks, with the sampler name and the batch statistics.
         """
         self._partition = partition
         self.task = task
@@ -495,7 +495,7 @@ class Planner:
 
     @property
     def waiting_count(self) -> int:
-        """The number of waiting calls."""
+        """Number of waiting calls."""
         return len(self._queue)
 
     @property
@@ -508,12 +508,12 @@ class Planner:
         self._starts.close()
 
     def waiting_claims(self) -> list[tuple[ClaimRequest, int]]:
-        """Return each line's first claim and number of claims. Lines are in order of arrival."""
+        """Return the first claim and the number of claims of each line, in order of arrival."""
         lines = sorted(self._queue.by_spec.values(), key=lambda line: line.order)
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
 
     def compares_with(self, policy: str) -> bool:
-        """Whether a new published version of a policy affects the samples that a waiting or planned claim receives."""
+        """Whether a newly published policy version affects the samples that a waiting or planned claim receives."""
         specs, outstanding = self._queue.by_spec, self.task.outstanding
         if specs and outstanding is not None and outstanding.bounds_staleness_by(policy):
             return True
@@ -529,7 +529,7 @@ class Planner:
         self._advance()
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """Fail all waiting and future calls with the error that `error` returns."""
+        """Fail all waiting and future calls with the error returned by `error`."""
         self._gone = error
         for plan in filter(None, self._plans):
             plan.cancel()
@@ -543,7 +543,7 @@ class Planner:
     ) -> Answer:
         """Return the recorded answer to a claim, or wait for an answer.
 
-        The call waits inside `while_waiting()`. On timeout, it returns `NotYet`.
+        The call waits inside `while_waiting()`. If it times out, it returns `NotYet`.
         """
         self.last_request = request
         recorded = self._recorded(request)
@@ -567,10 +567,10 @@ class Planner:
             return await self._wait(request, found, max_wait_seconds)
 
     def following(self, request: ClaimRequest, *, may_plan: bool) -> list[RankPlan | EndCounts]:
-        """Return the answers for the batches that follow the first batch of a range.
+        """Return the answers for the batches that follow the first one in a range.
 
         The list ends before the first batch that is not ready or whose claim is rejected. With `may_plan`, the planner
-        first plans the batches that it can plan in the current event-loop step, as one group of changes.
+        first plans as many of these batches as it can in the current event-loop step, as one group of changes.
         """
         if may_plan and self._gone is None and not self._has_turns(request.spec):
             with self._group():
@@ -587,9 +587,9 @@ class Planner:
         return answers
 
     def _plan_following(self, request: ClaimRequest) -> None:
-        """Plan the remaining batches of a range until a batch cannot be planned immediately.
+        """Plan the remaining batches of a range, stopping at the first one that cannot be planned immediately.
 
-        Call this method within a group of changes.
+        This method must be called within a group of changes.
         """
         task, last = self.task, request.batch_index + request.batch_count - 1
         began_at = time.thread_time()  # CPU time, because waiting for a CPU does not block other calls
@@ -606,20 +606,21 @@ class Planner:
                 return
 
     def _has_turns(self, spec: ClaimSpec) -> bool:
-        """Whether a call must join a line, because lines are being served or claims with an equal spec are waiting.
+        """Whether a call must join a line because lines are being served or claims with an equal spec are waiting.
 
-        If not, all waiting claims are waiting for a change, so serving this call immediately does not delay them.
+        If the call need not join a line, all waiting claims are waiting for a change, so serving the call immediately
+        does not delay them.
         """
         is_serving = self._dispatching is not None or self._queue.holder is not None
         return is_serving or spec in self._queue.by_spec
 
     async def _wait(self, request: ClaimRequest, miss: Miss | None, max_wait_seconds: float) -> Answer:
-        """Wait for an answer.
+        """Wait for the answer to a claim.
 
         Args:
             request: the claim.
-            miss: reason why the search found no plan. None if the claim must be planned off the loop.
-            max_wait_seconds: time to wait, in seconds. The call is a poll if this is 0 or less.
+            miss: reason why the search found no plan, or None if the claim must be planned off the loop.
+            max_wait_seconds: time to wait, in seconds. If it is 0 or less, the call is a poll.
         """
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
@@ -646,7 +647,7 @@ class Planner:
             ):  # the claim was recorded but ended before this event-loop step
                 self.task.recorded(request)  # raises an error if the claim was released or has expired
                 raise LeaseExpiredError(
-                    f"the lease of this claim for task {self.task.name!r} ended before the answer was sent; claim "
+                    f"the lease of this claim for task {self.task.name!r} ended before the answer was sent. Claim "
                     f"again with a new request_id",
                     metadata={"task_name": self.task.name},
                 )
@@ -663,18 +664,18 @@ class Planner:
             del waiter  # otherwise, an exception's traceback would keep this frame and the partition alive
 
     def _forget_if_unused(self, line: Line) -> None:
-        """Remove a line that is no longer needed. Stop listening to changes if no lines remain."""
+        """Remove a line that is no longer needed, and stop listening to changes if no lines remain."""
         self._queue.forget_if_unused(line)
         if self.is_idle:
             self._partition.on_change.discard(self.wake)
 
     def has_planned(self, request: ClaimRequest) -> bool:
-        """Whether the batch that a rank claims has been planned, or the task has ended."""
+        """Whether the batch that a rank claims has been planned or the task has ended."""
         is_planned = request.rank is not None and request.rank.batch_index < self.task.next_batch_index
         return is_planned or self.task.end is not None
 
     def retract(self, request_id: bytes) -> None:
-        """Release a queue claim whose answer did not reach its client, unless a retry of the call received the answer.
+        """Release a queue claim whose answer did not reach the client, unless a retry of the call received the answer.
 
         The client may still retry with the same request_id. Named claims are not released, because several workers
         share them.
@@ -687,10 +688,10 @@ class Planner:
             self._commit(ClaimReleased(**self._names, request_id=request_id, is_final=False), None)
 
     def _recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
-        """Return the recorded answer to a call, or None. For a queue claim, also increment the claim's answer count.
+        """Return a call's recorded answer, or None if there is none. Also increment a queue claim's answer count.
 
         Raises:
-            TqError: the call is rejected.
+            TqError: the call was rejected.
         """
         self.task.check_epoch(request.epoch)
         recorded = self.task.recorded(request)
@@ -713,7 +714,7 @@ class Planner:
     # Turns
 
     def _advance(self) -> None:
-        """Start the dispatcher if it has work, and start the next off-loop plan if a line needs one."""
+        """Start the dispatcher if there is work for it, and start the next off-loop plan if a line needs one."""
         queue = self._queue
         if (heavy := queue.next_heavy()) is not None:
             asyncio.get_running_loop().create_task(self._plan_off_loop(heavy))
@@ -745,11 +746,11 @@ class Planner:
         return not line.last_miss.is_current(self._partition, self.task)
 
     def _enqueue_answers(self, waiters: Iterable[Waiter], error: TqError | None = None) -> None:
-        """Queue calls to be completed with `error`, or with their recorded answer or rejection, in later steps."""
+        """Queue calls to be completed in later steps, with `error` or with their recorded answer or rejection."""
         self._to_answer.extend((waiter, error) for waiter in waiters)
 
     def _answer(self, waiter: Waiter, error: TqError | None = None) -> bool:
-        """Complete a call with `error`, or with its recorded answer or rejection. Return whether the call has ended."""
+        """Complete a call with `error` or with its recorded answer or rejection. Return whether the call has ended."""
         if self._gone is not None:
             error = self._gone()
         if waiter.is_waiting:
@@ -793,8 +794,8 @@ class Planner:
     def _conclude(self, line: Line, first: Waiter, found: Found, polls: Iterable[Waiter]) -> None:
         """Serve a line with the result of a search made in the current event-loop step, or park the line.
 
-        If a rank waits for a batch far ahead, its line may need many plans. After every 64 batches, the line therefore
-        moves behind the other lines, and its polls end.
+        If a rank waits for a batch far ahead, its line may need many plans. The line therefore moves behind the other
+        lines after every 64 batches, and its polls end.
 
         Args:
             line: line to serve.
@@ -827,8 +828,8 @@ class Planner:
     def _fail(self, line: Line, error: TqError) -> None:
         """Fail the calls to which an error applies.
 
-        For queue workers, this is the line's first call. For ranks, these are all calls for the line's lowest batch
-        index.
+        For queue workers, the error applies to the line's first call. For ranks, it applies to all calls for the line's
+        lowest batch index.
         """
         first, batch_index = line.first(), line.batch_index
         if line.is_ranked:
@@ -845,10 +846,11 @@ class Planner:
     # Recording
 
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
-        """Record the result of a search, including evictions. Return the answer to the claim that caused the search.
+        """Record a search's result, including evictions, and return the answer to the claim that caused the search.
 
-        Call this method within a group of changes. A recorded batch or end of the task applies to all ranks. All claims
-        waiting for the batch are therefore answered, and claims with a different `dp_size` are rejected.
+        This method must be called within a group of changes. A recorded batch, or a recorded end of the task, applies
+        to all ranks. All claims waiting for the batch are therefore answered, and claims with a different `dp_size` are
+        rejected.
         """
         self._queue.is_stale = True  # other lines may also have reached the end of the task
         if request.rank is None:
@@ -880,10 +882,10 @@ class Planner:
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> Claim | EndCounts:
         """Record the response sent to a queue worker.
 
-        The end of a task applies only to this worker, or to all workers that share its claim name.
+        The end of a task applies only to this worker or to all workers that share its claim name.
 
         Raises:
-            TqError: slots for the prompts could not be created. The prompts were not claimed.
+            TqError: slots for the prompts could not be created, so the prompts were not claimed.
         """
         name = request.claim_name
         if name:
@@ -899,7 +901,7 @@ class Planner:
             if grouping is not None or found.plan.is_reusing or found.plan.dropped:
                 raise SamplerError(
                     f"sampler {request.batch_spec.sampler!r} delivers groups, or drops or reuses samples; expected "
-                    f"a sampler that delivers prompts one by one, since admit creates slots for each prompt. Use "
+                    f"a sampler that delivers prompts one by one, because admit creates slots for each prompt. Use "
                     f"'sequential'",
                     metadata={"sampler": request.batch_spec.sampler},
                 )
@@ -921,7 +923,7 @@ class Planner:
         return claim
 
     def _evict(self, request: ClaimRequest, evicted: Evicted | None) -> bool:
-        """Fail or clear the samples that a claim evicts. Return whether any samples were evicted."""
+        """Fail or clear the samples that a claim evicts, and return whether any were evicted."""
         if evicted is None:
             return False
         spec, bounded = request.batch_spec, self._partition.settings.bounded_admission
@@ -942,7 +944,7 @@ class Planner:
         return self._runner.length(request.sampler)
 
     def _find_at_once(self, request: ClaimRequest) -> Found | None:
-        """Search for a plan or the task's end in this event-loop step. Return None if this needs an off-loop search."""
+        """Search for a plan or the task's end in this event-loop step. Return None if only an off-loop search works."""
         sampler = request.sampler
         while True:
             search = Search(self._partition, self.task, self._starts, request, self.length(request))
@@ -961,7 +963,7 @@ class Planner:
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
         """Search off the loop for a plan or the end of the task, while the table is pinned.
 
-        After checking the plan's rows, this method does not await anything, so the caller can safely record the plan.
+        This method awaits nothing after it has checked the plan's rows, so the caller can safely record the plan.
         """
         sampler = request.sampler
         new_search = partial(Search, self._partition, self.task, self._starts, request, self.length(request))
@@ -986,7 +988,7 @@ class Planner:
         return NOT_LOOKED
 
     def _keep_groups(self, search: Search, found: Found) -> Found:
-        """Record a change in the kind of groups that the task keeps complete, if any, and return `found`."""
+        """Record any change in the kind of groups that the task keeps complete, and return `found`."""
         task, kept = self.task, search.kept_groups
         is_of_use = isinstance(found, Planned | EndFound)
         # A miss must not change the recorded kind of groups. Otherwise, two waiting claims that need different kinds
@@ -996,7 +998,7 @@ class Planner:
         return found
 
     async def _plan_off_loop(self, line: Line) -> None:
-        """Make an off-loop plan for a line. Record it for the line's first claim in a single event-loop step."""
+        """Make an off-loop plan for a line, and record it for the line's first claim in a single event-loop step."""
         loop, task, plan = asyncio.get_running_loop(), self.task, asyncio.current_task()
         self._plans.add(plan)
         timer = loop.call_later(_MOST_PLAN_SECONDS, self._yield_turn, line)
@@ -1037,10 +1039,10 @@ class Planner:
             self._advance()
 
     async def _close_gaps(self) -> None:
-        """Close the gaps in a table in short steps if there are many. Wait while running plans pin the table.
+        """Close the gaps in a table in short steps if there are many, waiting while running plans pin the table.
 
-        Without this wait, overlapping plans could keep the table pinned, and the table would grow without bound. The
-        wait always ends, because plans have a time limit.
+        Without this wait, overlapping plans could keep the table pinned, and it would grow without bound. The wait
+        always ends, because plans have a time limit.
         """
         table = self._partition.table
         while table.has_many_gaps:

@@ -1,8 +1,9 @@
 """Slots: samples leased to rollout workers before generation, created separately or when prompts are claimed.
 
-Slots for prompts are created in the step that claims the prompts. A waiting call reserves neither prompts nor slots. It
-first waits for prompts. If the slots for these prompts do not fit, it waits in the admission queue of the slots'
-partition. When it has capacity, it searches for prompts again. If no prompts are left, it releases the capacity.
+Slots for prompts are created in the step that claims the prompts. A waiting call reserves neither prompts nor slots.
+The call first waits for prompts. If the slots for these prompts do not fit, the call waits in the admission queue of
+the slots' partition. Once the call has capacity, it searches for prompts again. If no prompts are left, the call
+releases the capacity.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def start_version(catalog: Catalog, partition: Partition, policy: str) -> int | 
 
     Raises:
         PolicyNotFoundError: no version of the policy has been published.
-        InvalidArgumentError: the partition's staleness limit is for a different policy.
+        InvalidArgumentError: the partition's staleness limit applies to a different policy.
     """
     bounded = partition.settings.bounded_admission
     if bounded is not None and policy not in {"", bounded.policy}:
@@ -57,10 +58,10 @@ def start_version(catalog: Catalog, partition: Partition, policy: str) -> int | 
 def make_slots(
     catalog: Catalog, partition: Partition, write: SampleWrite, *, task_name: str, request_id: bytes, lease: LeaseTerms
 ) -> Claim:
-    """Add slots to a partition and lease them to a worker. Call this function within a group of changes.
+    """Add slots to a partition and lease the slots to a worker, within the caller's group of changes.
 
     Raises:
-        TqError: the partition rejects the slots. The partition is unchanged, except that the task may have been added.
+        TqError: the partition rejected the slots and is unchanged, except that the task may have been added.
     """
     catalog.task(partition, task_name)
     written = catalog.write(partition.partition_id, partition.incarnation, write)
@@ -77,7 +78,7 @@ def make_slots(
 
 
 class PromptClaims:
-    """Serves claims for prompts that also create slots for these prompts; see `Admit`.
+    """Serves claims for prompts that also create slots for the prompts; see `Admit`.
 
     Args:
         catalog: catalog of partitions.
@@ -94,12 +95,12 @@ class PromptClaims:
         max_wait_seconds: float,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Claimed:
-        """Claim prompts when there is capacity for the requested slots; see `Catalog.claim`.
+        """Claim prompts once there is capacity for the requested slots; see `Catalog.claim`.
 
         Raises:
             PartitionNotFoundError, PolicyNotFoundError: the slots' partition or policy does not exist.
             AdmissionLimitError, QuotaExceededError: the slots would exceed the bounds even in an empty partition.
-            AlreadyExistsError: samples or a group named after one of the prompts already exist.
+            AlreadyExistsError: samples or a group with the name of one of the prompts already exist.
             InvalidArgumentError: a prompt has no key, or the prompts and slots would be in the same partition.
         """
         admit, lease = request.spec.admit, request.lease
@@ -107,7 +108,7 @@ class PromptClaims:
             return await self._catalog.claim(partition_id, incarnation, request, max_wait_seconds, while_waiting)
         if admit.partition_id == partition_id:
             raise InvalidArgumentError(
-                f"admit has partition_id {partition_id!r}, the prompts' partition; expected a different partition",
+                f"admit.partition_id is {partition_id!r}, the prompts' partition; expected a different partition",
                 field="admit.partition_id",
             )
         prompts = _Prompts(self._catalog, partition_id, request, admit, lease)
@@ -143,7 +144,7 @@ class PromptClaims:
                 return claimed
 
     def _end(self, partition_id: str, task_name: str) -> Claimed:
-        """Answer a call with the end of the task, because its prompts can no longer get slots."""
+        """Answer a call with the end of the task, because slots can no longer be created for its prompts."""
         partition = self._catalog.get(partition_id)
         task = self._catalog.task(partition, task_name)
         return Claimed(partition, EndCounts(consumed_count=task.consumed_count, kept_count=task.kept_count))
@@ -199,7 +200,7 @@ class _Prompts:
         return partial(demand_of_slots, self._slots, prompt_count, self._admit.slot_count)
 
     def make(self, rows: Indexes, capacity: WaitingWrite | None = None) -> None:
-        """Create slots for the given prompts. `capacity` is the capacity reserved for these slots, or None."""
+        """Create slots for the given prompts, using the capacity already reserved for the slots, if any."""
         slots, queue = self._slots, self.queue
         write = self._write(slots, rows)
         if queue is not None and (capacity is None or not capacity.has_capacity):
@@ -221,14 +222,14 @@ class _Prompts:
         if None in keys:
             raise InvalidArgumentError(
                 f"sample {int(rows[keys.index(None)])} of partition {self._partition_id!r} has no key; expected a key, "
-                f"which names the slots of the prompt. Put prompts with keys.",
+                f"because it names the prompt's slots. Put prompts with keys.",
                 field="admit",
             )
         known = slots.groups.find(keys) if count > 1 else np.zeros(0, np.int64)
         if (known >= 0).any():
             name = keys[int(np.argmax(known >= 0))]
             raise AlreadyExistsError(
-                f"partition {slots.partition_id!r} already has a group {name!r}, the name of a prompt that needs "
+                f"partition {slots.partition_id!r} already has a group named {name!r}, like a prompt that needs "
                 f"slots. Clear the samples of this group first.",
                 metadata={"resource_type": "group", "resource_name": name, "partition_id": slots.partition_id},
             )
@@ -245,10 +246,10 @@ class _Prompts:
 
 
 def admitted_slots(catalog: Catalog, partition: Partition, task_name: str, claim: Claim) -> tuple[Partition, Claim]:
-    """Return the partition of the slots created with a claim, and the claim that leases these slots.
+    """Return the partition of the slots created with a claim, and the claim that leases the slots.
 
     Raises:
-        SamplesClearedError: some of these slots have been cleared.
+        SamplesClearedError: some of the claim's slots have been cleared.
     """
     name = "" if claim.lease is None else claim.lease.shared_with
     slots = catalog.find(name, missing_ok=True)
@@ -256,7 +257,7 @@ def admitted_slots(catalog: Catalog, partition: Partition, task_name: str, claim
     made = None if task is None else task.claims.get(claim.request_id)
     if slots is None or task is None or made is None:
         raise SamplesClearedError(
-            f"the slots created by this claim for task {task_name!r} have been cleared. Release its prompts, and "
+            f"the slots created by this claim for task {task_name!r} have been cleared. Release the prompts, and "
             f"claim again with a new request_id.",
             metadata={
                 "task_name": task_name,

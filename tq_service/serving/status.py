@@ -47,10 +47,10 @@ _NOTHING_CONSUMED: Final = ConsumptionStatus(
 
 
 def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
-    """Return a task's consumption status. If the partition is missing, nothing has been consumed.
+    """Return the consumption status of a task. If the partition is missing, nothing has been consumed.
 
     Raises:
-        TaskNotFoundError: the task has not been declared and has not claimed anything, and `missing_ok` is false.
+        TaskNotFoundError: the task was neither declared nor has claimed anything, and `missing_ok` is false.
     """
     if partition is None:
         return _NOTHING_CONSUMED
@@ -80,7 +80,7 @@ def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: b
 def consumption_states(
     partition: Partition, task_name: str, positions: Indexes, *, missing_ok: bool = False
 ) -> NDArray[np.uint8]:
-    """Return the consumption state of each sample for a task, as `SampleConsumption` values of shape `(n,)`.
+    """Return each sample's consumption state for a task, as `SampleConsumption` values of shape `(n,)`.
 
     Raises:
         TaskNotFoundError: see `consumption_of`.
@@ -113,14 +113,14 @@ def _is_complete(partition: Partition, task: TaskLedger) -> bool:
 
 
 def production_of(partition: Partition | None, names: Sequence[str], *, missing_ok: bool = False) -> ProductionStatus:
-    """Return how many samples have data in all given fields. Return 0 if the partition is missing.
+    """Return how many samples have data in all given fields. The count is 0 if the partition is missing.
 
     Raises:
         InvalidArgumentError: `names` is empty.
         FieldNotFoundError: the partition lacks a field, and `missing_ok` is false.
     """
     if not names:
-        raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
+        raise InvalidArgumentError("data_fields is empty; specify at least one field", field="data_fields")
     if partition is None:
         return ProductionStatus(produced_count=0, total_count=0, complete=False)
     if not missing_ok:
@@ -153,7 +153,7 @@ def summary_of(partition: Partition) -> PartitionSummary:
 def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
     """Return a consistent description of a partition, its fields, and its tasks.
 
-    Only the versions may be older, because they are from the last scan by `Backlogs.refresh`.
+    Only the versions may be older, because they come from the last scan by `Backlogs.refresh`.
     """
     with_versions = {task for _, task in tasks_with_versions(partition)}
     return PartitionDescription(
@@ -252,7 +252,7 @@ def _step_times(by_rank: Mapping[int, StepTimes], dp_size: int) -> StepTimes | N
 
 
 def evicted_by(task: TaskLedger, after: int, limit: int) -> EvictedUnits:
-    """Return the units that a task's claims evicted after the given serial, limited to the size of one response.
+    """Return as many of the units that a task's claims evicted after the given serial as fit in one response.
 
     Raises:
         InvalidArgumentError: `after` or `limit` is out of range.

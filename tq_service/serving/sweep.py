@@ -1,7 +1,7 @@
-"""Sweeps: scans of all rows in a partition, in short slices that leave time for other work.
+"""Sweeps, which scan all rows in a partition in short slices that leave time for other work.
 
 Several questions can share a sweep. The table is not pinned, so rows may be added, removed and moved between slices.
-Each slice is examined in its current state. A row that exists during the entire sweep is examined exactly once.
+Each slice is examined in its current state. A row that exists throughout the sweep is examined exactly once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Slices:
         self._began_at = time.perf_counter()
 
     async def turn(self) -> None:
-        """Yield to the event loop if a millisecond has passed. Call this after each small unit of work."""
+        """Yield to the event loop if a millisecond has passed. Call this method after each small unit of work."""
         if time.perf_counter() - self._began_at >= _SLICE_SECONDS:
             await asyncio.sleep(0)
             self._began_at = time.perf_counter()
@@ -48,7 +48,7 @@ class Question(Protocol):
 
 
 async def sweep(table: RowTable, questions: Sequence[Question], slices: Slices) -> float:
-    """Answer questions about all rows in a table. Return the event-loop time used, in seconds."""
+    """Answer questions about all rows in a table, and return the event-loop time used, in seconds."""
     used_seconds = 0.0
     size = max(_LEAST_ROWS, _SLICE_ROWS // max(1, sum(question.cost for question in questions)))
     for rows in table.slices(size) if questions else ():

@@ -29,16 +29,16 @@ class VersionWait:
     reached: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """Fail the wait with the error that `error` returns, unless it has already ended."""
+        """Fail the wait with the error returned by `error`, unless the wait has already ended."""
         if not self.reached.done():
             self.reached.set_exception(error())
 
 
 class VersionWaits:
-    """The calls that wait for policy versions. This object must be used from a single event loop.
+    """The calls that wait for policy versions. Use this class from a single event loop.
 
     Args:
-        policies: policies and their published versions. The owner must call `wake` after each change.
+        policies: policies and their published versions. The owner must call `wake` after each change to a policy.
     """
 
     def __init__(self, policies: Policies) -> None:
@@ -48,13 +48,13 @@ class VersionWaits:
         self._end_error: Callable[[], TqError] | None = None
 
     def wake(self, policy: str) -> None:
-        """End all waits for versions that the policy has reached."""
+        """End all waits for versions that a policy has reached."""
         for wait in self._waiting.get(policy, ()):
             if self.is_published(policy, wait.at_least) and not wait.reached.done():
                 wait.reached.set_result(None)
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """Fail all current and future waits with the error that `error` returns."""
+        """Fail all current and future waits with the error returned by `error`."""
         self._end_error = error
         for waits in self._waiting.values():
             for wait in waits:
@@ -79,19 +79,19 @@ class VersionWaits:
         claim: tuple[Partition, ClaimRequest] | None = None,
         enders: Enders | None = None,
     ) -> Policy | None:
-        """Wait for a policy version. Return the policy after the wait, or None if the policy does not exist.
+        """Wait for a policy version, and return the policy, or None if the policy does not exist after the wait.
 
         Args:
             policy: name of the policy.
             at_least: lowest version that ends the wait.
             deadline: end of the wait, in event-loop time.
             while_waiting: context manager that is active while the call waits.
-            claim: partition and request of the waiting claim. None if the call is not a claim.
-            enders: set of functions that end waiting calls with an error. During the wait, it contains a function for
-                this call.
+            claim: partition and request of the waiting claim, or None if the call is not a claim.
+            enders: set of functions that end waiting calls with an error. During the wait, the set contains a function
+                for this call.
 
         Raises:
-            TqError: the wait was ended with this error.
+            TqError: the wait was ended with an error.
         """
         loop = asyncio.get_running_loop()
         if self.is_published(policy, at_least) or loop.time() >= deadline:
@@ -120,7 +120,7 @@ class VersionWaits:
 
 
 def _remove(waits_by: dict[Any, dict[VersionWait, Any]], key: object, wait: VersionWait) -> None:
-    """Remove a wait. If no waits remain for the policy or partition, also remove its entry."""
+    """Remove a wait. If this was the last wait for the policy or partition, also remove the entry of that key."""
     del waits_by[key][wait]
     if not waits_by[key]:
         del waits_by[key]

@@ -1,10 +1,10 @@
 """A partition's columns: its fields, the location of each cell, and custom_meta.
 
-Storage services store the field values. A cell is the location of one value: a row of a put or, after an append,
+Storage services store the field values. A cell is the location of one value: one row of a put or, after an append,
 several rows (see `extents.py`). The controller itself stores custom_meta values.
 
-A field's cells belong to rows. If the samples of a group share the field, the cells belong to group slots instead, and
-each row finds its cell through its group. A row that joins a group therefore has the shared cell immediately.
+A field's cells belong to rows. If the samples of a group share the field, its cells belong to group slots, and each row
+finds its cell through its group. A row that joins a group can therefore use the shared cell immediately.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class ColumnWrite:
 
     Attributes:
         spec: dtype, layout and row shape of the column.
-        extents: size of each row in each ragged dimension of `spec`, of shape `(n, ragged dims)`; None if the column is
-            not jagged.
+        extents: size of each row in each ragged dimension of `spec`, of shape `(n, ragged dims)`, or None if the column
+            is not jagged.
         value_bytes: total size of the values in bytes.
     """
 
@@ -72,7 +72,7 @@ class ColumnWrite:
 
     @property
     def fitting_shape(self) -> tuple[int, ...]:
-        """The row shape. A dimension is -1 only if the rows of this put have different sizes in it."""
+        """The row shape. A dimension is -1 only if row sizes in this put differ in that dimension."""
         shape = list(self.spec.row_shape or ())
         if self.extents is not None and self.extents.size:
             for column, dim in enumerate(self.spec.ragged_dims):
@@ -95,7 +95,7 @@ def cells_of(slot: int, row_count: int) -> Indexes:
 
 
 def slots_and_rows(cells: Indexes) -> tuple[Indexes, Indexes]:
-    """Split cell numbers into the slots of the puts and the row numbers within the puts."""
+    """Split cell numbers into put slots and row numbers within the puts."""
     return cells >> _SLOT_SHIFT, cells & _ROW_MASK
 
 
@@ -109,10 +109,10 @@ class CellRuns:
         put_indexes: for each run, the index of its put in `puts`.
         first_rows: for each run, the number of its first row within the put.
         row_counts: for each run, the number of rows.
-        extent_counts: for each cell, the number of extents (rows); empty if no cell has grown.
+        extent_counts: for each cell, the number of extents (rows in puts), or empty if no cell has grown.
         extent_lengths: for each extent, the part of its length that belongs to the cell, or `WHOLE_EXTENT`.
         sample_counts: for each row of a field shared within groups, the number of consecutive samples that share the
-            row; empty for other fields.
+            row, or empty for other fields.
     """
 
     field_names: tuple[str, ...]
@@ -139,7 +139,7 @@ class CellSet:
 
 
 Freed: TypeAlias = CellSet | Put
-"""Cells that no longer belong to any sample. If all cells of a put are freed, the `Put` itself represents them."""
+"""Cells that no longer belong to any sample. If all cells of a put have been freed, the `Put` represents them."""
 
 
 def freed_cells(freed: Freed) -> CellSet:
@@ -157,7 +157,7 @@ class CellsSnapshot:
 
 
 def cell_columns(table: TableSnapshot) -> dict[str, ColumnSnapshot]:
-    """Return the cell columns of a table snapshot, by field name. The table is the row table or the group table."""
+    """Return the cell columns of a row or group table snapshot, by field name."""
     columns = table.columns.items()
     return {name.removeprefix(CELL_COLUMN): column for name, column in columns if name.startswith(CELL_COLUMN)}
 
@@ -170,9 +170,9 @@ class Field:
         table: row table, which stores the field's cells.
 
     Attributes:
-        is_shared: whether the cells belong to groups rather than rows.
-        spec: spec that fits all cells; the declared spec if the field is empty.
-        length: size of each cell in the first ragged dimension; None if no dimension is ragged.
+        is_shared: whether the field's cells belong to groups rather than rows.
+        spec: spec that fits all of the field's cells, or the declared spec if the field is empty.
+        length: size of each cell in the first ragged dimension, or None if no dimension is ragged.
         produced_count: number of cells in the field.
     """
 
@@ -189,7 +189,7 @@ class Field:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether the field has cells with a length, that is, tensors with at least one dimension."""
+        """Whether the field contains tensors with at least one dimension, so its cells have lengths."""
         return self.produced_count > 0 and bool(self.spec.row_shape)
 
     @property
@@ -198,7 +198,7 @@ class Field:
         return self.produced_count
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the cell of each row, of shape `(n,)`; `NOT_PRODUCED` for a row without a cell.
+        """Return each row's cell, of shape `(n,)`, or `NOT_PRODUCED` for a row without a cell.
 
         This method can be called from any thread.
         """
@@ -206,7 +206,7 @@ class Field:
         return cells
 
     def snapshot(self) -> ColumnSnapshot:
-        """Return a snapshot of all cells of the field."""
+        """Return a snapshot of all cells in the field."""
         return self.cell.snapshot(self._table.count)
 
     def lengths(self, rows: slice | Indexes) -> Indexes:
@@ -221,7 +221,7 @@ class Field:
         return np.where(is_there, (spec.row_shape or (-1,))[0], -1)
 
     def widen(self, spec: FieldSpec) -> None:
-        """Replace the field's spec with a wider spec that fits all existing cells. The name does not change."""
+        """Replace the field's spec with a wider spec that fits all existing cells. The field name does not change."""
         known, first = self.spec, spec.ragged_dims[:1]
         if first and self.length is None:
             self.length = self._table.column(*_length_column(spec.name))
@@ -236,7 +236,7 @@ class Field:
 
 
 class SharedField(Field):
-    """A field whose samples share one cell per group. Methods that write cells expect group slots instead of rows.
+    """A field whose samples share one cell per group. Methods that write cells take group slots instead of rows.
 
     Args:
         spec: initial spec of the field.
@@ -257,7 +257,7 @@ class SharedField(Field):
         return int((groups.members[slots] - groups.cleared[slots] - groups.failed[slots]).sum())
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the cell of each row's group, of shape `(n,)`; `NOT_PRODUCED` for a group without a cell.
+        """Return the cell of each row's group, of shape `(n,)`, or `NOT_PRODUCED` for a group without a cell.
 
         This method can be called from any thread.
         """
@@ -265,7 +265,7 @@ class SharedField(Field):
         return np.where(slots < 0, NOT_PRODUCED, self.cell.data[slots])
 
     def lengths(self, rows: slice | Indexes) -> Indexes:
-        """Return the size of the cell of each row's group (see `Field.lengths`)."""
+        """Return the size of each row's shared cell (see `Field.lengths`)."""
         slots = self._groups.of_rows[rows]
         return np.where(slots < 0, -1, super().lengths(slots))
 
@@ -281,22 +281,22 @@ def _length_column(name: str) -> NewColumn:
 class CellTable:
     """The fields of a partition and the locations of their cells.
 
-    A field exists while it is declared or has cells. When a declared field loses its last cell, it reverts to its
-    declared spec. An undeclared field is removed.
+    A field exists as long as it is declared or has cells. When a declared field loses its last cell, it reverts to its
+    declared spec. An undeclared field that loses its last cell is removed.
 
     Args:
         table: row table of the partition.
         declared: specs of the declared fields.
-        default_layout: layout of tensor fields that are not declared, or that are declared without a layout.
-        groups: groups of the partition. They own the cells of fields declared with the scope "group".
+        default_layout: layout of tensor fields that are undeclared or declared without a layout.
+        groups: groups of the partition. Groups own the cells of fields declared with scope "group".
 
     Attributes:
         fields: fields by name.
         extents: extents of grown cells.
         write_once: names of fields whose cells can be written only once.
-        shared: names of fields whose cells belong to groups. All these fields are declared.
-        former_specs: last spec of each field that has lost all its cells, limited to the most recent fields. If a rank
-            requests a batch whose cells have been cleared, these specs describe the batch's fields.
+        shared: names of fields whose cells belong to groups. All shared fields are declared.
+        former_specs: last known spec of each field that has lost all its cells, kept only for the most recent such
+            fields. If a rank requests a batch whose cells have been cleared, these specs describe the batch's fields.
     """
 
     __slots__ = (
@@ -327,7 +327,7 @@ class CellTable:
 
     @property
     def used_bytes(self) -> int:
-        """Total size of all cell values in bytes. The size of partly freed puts is estimated (see `PutTable`)."""
+        """Total size of all cell values in bytes. The sizes of partially freed puts are estimates (see `PutTable`)."""
         return self.puts.used_bytes
 
     def snapshot(self) -> CellsSnapshot:
@@ -343,7 +343,7 @@ class CellTable:
             field.produced_count = int(np.count_nonzero(field.cell.data >= 0))
 
     def declare(self, spec: FieldSpec) -> Field:
-        """Create the field for a spec, or widen the existing field to fit the spec; return the field."""
+        """Create the field for a spec, or widen the existing field to fit the spec. Return the field."""
         field = self.fields.get(spec.name)
         if field is None:
             is_shared = spec.scope is FieldScope.GROUP
@@ -355,7 +355,7 @@ class CellTable:
         return field
 
     def last_spec(self, name: str) -> FieldSpec | None:
-        """Return the current spec of a field or, if the field has lost all its cells, its last spec.
+        """Return a field's current spec or, if the field has lost all its cells, its last known spec.
 
         Return None if the field is unknown.
         """
@@ -363,10 +363,10 @@ class CellTable:
         return self.former_specs.get(name) or (None if field is None else field.spec)
 
     def sequence_fields(self, names: Iterable[str]) -> list[Field]:
-        """Return the fields among `names` whose cells are one-dimensional tensors and that are not declared as dense.
+        """Return the named fields that contain one-dimensional tensors and are not declared as dense.
 
-        A field may be dense only because all its cells currently have equal lengths. Such a field is included, because
-        otherwise the result would change with the first cell of a different length.
+        A field may currently be dense only because all its cells happen to have equal lengths. Such a field is
+        included; otherwise, the first cell of a different length would change the result.
         """
         found = []
         for name in names:
@@ -387,7 +387,7 @@ class CellTable:
         return masks[0]
 
     def produced_by(self, positions: Indexes) -> dict[str, NDArray[np.bool_]]:
-        """Return a mask of the rows that have a cell, for each field with a cell in at least one of the rows."""
+        """Return a mask of the rows that have a cell, for each field that has a cell in at least one row."""
         all_of_them = np.ones(positions.size, np.bool_)
         found: dict[str, NDArray[np.bool_]] = {}
         for name, field in self.fields.items():
@@ -398,11 +398,12 @@ class CellTable:
         return found
 
     def merged_specs(self, columns: Sequence[ColumnWrite], positions: Indexes | None) -> list[FieldSpec]:
-        """Return the field specs after a write of `columns`; raise FieldMismatchError if a column does not fit.
+        """Return the field specs after writing `columns`. Raise FieldMismatchError if a column does not fit.
 
         Args:
             columns: columns to write.
-            positions: rows or group slots to write to. -1 denotes a new row or slot, and None means that all are new.
+            positions: rows or group slots to write to. A position of -1 denotes a new row or slot; None means that all
+                of them are new.
         """
         merged = []
         for column in columns:
@@ -422,7 +423,7 @@ class CellTable:
         return merged
 
     def appended_specs(self, columns: Sequence[ColumnWrite]) -> list[FieldSpec]:
-        """Return the field specs after an append of `columns`; raise FieldMismatchError if a column does not fit."""
+        """Return the field specs after appending `columns`. Raise FieldMismatchError if a column does not fit."""
         specs = []
         for column, merged in zip(columns, self.merged_specs(columns, None), strict=True):
             spec = replace(merged, layout=Layout.JAGGED, row_shape=(-1, *(merged.row_shape or ())[1:]))
@@ -431,8 +432,8 @@ class CellTable:
                 raise _mismatch(
                     FieldSpec(spec.name) if field is None else field.spec,
                     column.spec,
-                    "append only to fields whose rows differ only in the first dimension; put other fields again in "
-                    "full",
+                    "append only to fields whose rows differ only in the first dimension. Put the full values of other "
+                    "fields again",
                 )
             specs.append(spec)
         return specs
@@ -463,10 +464,10 @@ class CellTable:
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: slice | Indexes,
               row_count: int) -> list[Freed]:  # fmt: skip
-        """Assign the rows of a put to the cells at `positions`, in order; return the replaced cells.
+        """Assign the rows of a put to the cells at `positions`, in order. Return the replaced cells.
 
-        For new rows, `positions` is a slice. For fields shared within groups, `positions` contains group slots. A
-        single write must not mix shared fields with other fields.
+        If the rows are new, `positions` is a slice. For fields shared within groups, `positions` contains group slots.
+        A single write must not mix shared fields with other fields.
         """
         slot = self.puts.add(put, row_count, columns)
         freed: list[Freed] = []
@@ -487,7 +488,7 @@ class CellTable:
     def append(
         self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: Indexes, lengths: Indexes
     ) -> list[Freed]:
-        """Append the rows of a put to the cells at `positions`, in order; return the rows that were not appended.
+        """Append the rows of a put to the cells at `positions`, in order. Return the rows that were not appended.
 
         An empty row is not appended to an existing cell.
 
@@ -519,7 +520,7 @@ class CellTable:
         return self._count_off(unused)
 
     def truncate(self, names: Iterable[str], positions: Indexes, lengths: Indexes) -> list[Freed]:
-        """Truncate the cells at `positions` to `lengths`, and return the freed cells.
+        """Truncate the cells at `positions` to the given `lengths`, and return the freed cells.
 
         A new length must not exceed the current length. A cell that is truncated to length 0 is removed.
         """
@@ -549,7 +550,7 @@ class CellTable:
     def free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
         """Remove the cells at `positions` in `fields`, and return the removed cells.
 
-        A field without remaining cells reverts to its declared spec. An undeclared field is removed.
+        A declared field that loses its last cell reverts to its declared spec. An undeclared field is removed instead.
         """
         looked_at = list(fields)
         freed = self._free_cells(positions, looked_at)
@@ -582,7 +583,7 @@ class CellTable:
         return self._count_off(forgotten)
 
     def _count_off(self, forgotten: Iterable[tuple[str, Indexes]]) -> list[Freed]:
-        """Subtract cells that no longer belong to any sample from the counts of their puts; return the cells by put."""
+        """Subtract cells that no longer belong to any sample from their puts' cell counts. Return the cells by put."""
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put = self.puts.get(slot)
@@ -591,9 +592,9 @@ class CellTable:
         return freed
 
     def count_of_runs(self, positions: Indexes, most: int) -> int:
-        """Return how many leading rows can be described by at most `most` runs per field.
+        """Return the number of leading rows that fit into at most `most` runs per field.
 
-        A run consists of consecutive rows of one put. Position -1 denotes a missing row.
+        A run consists of consecutive rows in one put. Position -1 denotes a missing row.
         """
         breaks = np.zeros(max(0, positions.size - 1), np.int64)
         for field in self.fields.values():
@@ -607,7 +608,7 @@ class CellTable:
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
         """Return the cell locations of the named fields, with fields grouped by equal locations.
 
-        A field is omitted if any of the rows lacks a cell in it.
+        A field is omitted if any of the rows has no cell in that field.
         """
         alike: dict[bytes, tuple[Indexes, Extents | None, list[str]]] = {}
         for name in names:
@@ -669,7 +670,7 @@ class CellTable:
 def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
     """Yield the cells that belonged to samples when the snapshot was taken, grouped by put.
 
-    The iteration may take a long time and can run on any thread. Each step processes a few thousand slots or cells.
+    Iterating may take a long time and can run in any thread. Each step processes a few thousand slots or cells.
     """
     partial: dict[int, Put] = {}
     masks: list[NDArray[np.bool_]] = []
@@ -699,7 +700,7 @@ def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
 
 
 def _of_puts(cells: Indexes, is_meant: NDArray[np.bool_]) -> Indexes:
-    """Return the cells that have not grown and whose put slot is selected by the mask."""
+    """Return the cells that have not grown and whose put slots are selected by the mask."""
     cells = cells[plain(cells)]
     meant: Indexes = cells[is_meant[cells >> _SLOT_SHIFT]]
     return meant
@@ -708,7 +709,7 @@ def _of_puts(cells: Indexes, is_meant: NDArray[np.bool_]) -> Indexes:
 def _by_put(cells_of_fields: Iterable[tuple[str, Indexes]]) -> dict[int, dict[bytes, list[str]]]:
     """Group cells by put slot and by set of rows.
 
-    Each set of rows maps to the names of the fields that have cells in exactly these rows.
+    Each set of rows maps to the names of fields whose cells occupy exactly these rows of the put.
     """
     found: dict[int, dict[bytes, list[str]]] = {}
     for name, cells in cells_of_fields:
@@ -725,12 +726,12 @@ def _cell_sets(put: Put, alike: Mapping[bytes, Sequence[str]]) -> Iterator[CellS
 
 
 class PutTable(SlotTable):
-    """The puts that contain a partition's cells. For each put, the table records the number of cells and their size.
+    """The puts that contain a partition's cells. The table records the number and total size of each put's cells.
 
     Attributes:
         used_bytes: approximate size of all cells in bytes. Only the storage service records the size of each cell. When
-            a cell is freed, the table therefore subtracts the mean cell size of the field in this put. When the last
-            cell of a put is freed, the table subtracts the remaining bytes.
+            a cell is freed, the table therefore subtracts the field's mean cell size in that put. When a put's last
+            cell is freed, the table subtracts the put's remaining bytes.
     """
 
     __slots__ = ("_bytes", "_cell_bytes", "_cells", "_made", "used_bytes")
@@ -749,12 +750,12 @@ class PutTable(SlotTable):
             self._cell_bytes[field_name] = self.column(CELL_BYTES_COLUMN + field_name, np.float64, 0.0)
 
     def forget(self, field_name: str) -> None:
-        """Remove a field without cells."""
+        """Remove a field that has no cells."""
         del self._cell_bytes[field_name]
         self.remove_column(CELL_BYTES_COLUMN + field_name)
 
     def add(self, put: Put, row_count: int, columns: Sequence[ColumnWrite]) -> int:
-        """Add a put and its columns; return the slot of the put."""
+        """Add a put and its columns. Return the put's slot."""
         cells, value_bytes = len(columns) * row_count, sum(column.value_bytes for column in columns)
         self.used_bytes += value_bytes
         (slot,) = self.allocate(1)
@@ -768,14 +769,14 @@ class PutTable(SlotTable):
         return slot
 
     def get(self, slot: int) -> Put:
-        """Return the put in a slot; raise LookupError if the slot is free."""
+        """Return the put in a slot. Raise LookupError if the slot is free."""
         put: Put | None = self.occupants[slot]
         if put is None:
             raise LookupError(f"put slot {slot} is free")
         return put
 
     def count_off(self, slot: int, counts: Iterable[tuple[str, int]]) -> bool:
-        """Subtract freed cells from a put, given as counts per field; return whether the put is now empty."""
+        """Subtract the given number of freed cells of each field from a put. Return whether the put is now empty."""
         cells_left, bytes_left, gone_bytes = int(self._cells[slot]), int(self._bytes[slot]), 0.0
         for field_name, count in counts:
             cells_left -= count
@@ -806,13 +807,13 @@ def _replaces_all(field: Field, positions: Indexes) -> bool:
 
 
 def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldSpec:
-    """Widen a field's spec to fit the rows of a column; raise FieldMismatchError if the column does not fit.
+    """Widen a field's spec to fit the rows of a column. Raise FieldMismatchError if the column does not fit.
 
     Args:
-        known: current spec of the field; the declared spec if the field is empty.
-        column: new rows.
+        known: current spec of the field, or the declared spec if the field is empty.
+        column: column that contains the new rows.
         layout: declared layout of the field. A jagged field also accepts rows of equal shape. An "auto" field becomes
-            jagged when a row has a different shape or a column is jagged.
+            jagged when a row of a different shape or a jagged column is written.
     """
     new = column.spec
     if new.row_shape is None:
@@ -864,7 +865,7 @@ def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError
 
 @dataclass(slots=True)
 class _MetaStore:
-    """The typed values and the JSON values of a custom_meta column. Each is None until a value is written."""
+    """The typed and JSON values of a custom_meta column. An attribute is None until such a value is written."""
 
     values: Column | None = None
     present: Column | None = None
@@ -872,7 +873,7 @@ class _MetaStore:
 
     @property
     def kind(self) -> str:
-        """Kind of the column's typed values (`i`, `f`, `b` or `O`); empty if there are none."""
+        """Kind of the column's typed values (`i`, `f`, `b` or `O`), or an empty string if there are none."""
         return "" if self.values is None else self.values.data.dtype.kind
 
 
@@ -887,9 +888,9 @@ class CustomMeta:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Kind of each column by column name, in order of first use.
+        """Kind of each custom_meta column by name, in order of first use.
 
-        The kind of a column is the kind of its typed values (`i`, `f`, `b` or `O`), if any. It is followed by `J` if
+        The kind of a column is the kind of its typed values (`i`, `f`, `b` or `O`), if any. The suffix `J` is added if
         some values are JSON.
         """
         return {name: stored.kind + _JSON * (stored.json is not None) for name, stored in self._columns.items()}
@@ -927,23 +928,23 @@ class CustomMeta:
         return name in self._columns and self._columns[name].values is not None
 
     def check(self, columns: Sequence[MetaColumn], count: int) -> None:
-        """Raise InvalidArgumentError if `columns` do not fit the stored columns or the number of samples."""
+        """Raise InvalidArgumentError if `columns` do not match the stored columns or the number of samples."""
         names = [column.name for column in columns]
         if len(set(names)) != len(names):
             raise InvalidArgumentError(
-                f"custom_meta contains a column twice: {names}; pass each column once", field="custom_meta"
+                f"custom_meta contains duplicate columns: {names}. Pass each column once.", field="custom_meta"
             )
         for column in columns:
             if column.values.size != count:
                 raise InvalidArgumentError(
-                    f"custom_meta column {column.name!r} has {column.values.size} values for {count} samples; pass "
-                    f"one entry per sample",
+                    f"custom_meta column {column.name!r} has {column.values.size} values for {count} samples. Pass "
+                    f"one value per sample.",
                     field="custom_meta",
                 )
             _fitted(column, self._columns.get(column.name))
 
     def write(self, columns: Sequence[MetaColumn], rows: slice | Indexes) -> None:
-        """Write or remove the values of samples. A sample without an entry in a column keeps its current value."""
+        """Write or remove values of samples. A sample without an entry in a column keeps its current value there."""
         for given in columns:
             stored = self._columns.get(given.name)
             column, kind = _fitted(given, stored)
@@ -1003,9 +1004,9 @@ class CustomMeta:
         return arrays[0][rows], arrays[1][rows]
 
     def json_values(self, name: str, rows: slice | Indexes) -> NDArray[np.object_] | None:
-        """Return the JSON texts of a column, or None if no value is JSON.
+        """Return the JSON text of each value in a column, or None if no value is JSON.
 
-        Rows with a missing or null value get None.
+        The entry of a row whose value is missing or null is None.
         """
         stored = self._columns.get(name)
         if stored is None or stored.json is None:
@@ -1023,12 +1024,12 @@ class CustomMeta:
 
 
 def _chosen(rows: slice | Indexes, mask: NDArray[np.bool_]) -> slice | Indexes:
-    """Return the rows that the mask selects from `rows`."""
+    """Return the entries of `rows` that the mask selects."""
     return as_slice(np.flatnonzero(mask) + rows.start if isinstance(rows, slice) else rows[mask])
 
 
 def _fitted(column: MetaColumn, stored: _MetaStore | None) -> tuple[MetaColumn, str]:
-    """Convert the typed values of a column to the kind in which they are stored; return the column and the kind."""
+    """Convert a column's typed values to the kind used for storage. Return the converted column and the kind."""
     new: str = column.values.dtype.kind
     if stored is None or stored.values is None:
         column = column if column.json is None else fitted(column, new if column.present.any() else None)

@@ -1,9 +1,10 @@
-"""Grown cells. A grown cell consists of several extents: a put stored the first extent, and each append added another.
+"""Grown cells. A grown cell consists of several extents: the first was stored by a put, and each append added another.
 
     cell of a row: GROWN | slot --> last extent -- previous --> extent before it -- previous --> ... first extent
 
-A cell that was written only once has no entry in this table. An append adds an extent to the end of a cell and does not
-change the earlier extents. A truncation removes extents from the end of a cell and shortens the last remaining extent.
+A cell that has been written only once has no entry in the extent table. An append adds an extent to the end of a cell
+without changing earlier extents. A truncation removes extents from the end of a cell and shortens the last remaining
+extent.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from tq_service.state.plan import Indexes
 from tq_service.state.table import SlotTable
 
 GROWN: Final = 1 << 62
-"""Flag bit of a grown cell. The remaining bits contain the slot of its last extent. All other cells are smaller."""
+"""Flag bit of a grown cell. The remaining bits contain the slot of its last extent. Other cell numbers are lower."""
 
 MOST_EXTENTS: Final = 1024
-"""Maximum number of extents per cell. The number is limited because a read lists all extents of each cell."""
+"""Maximum number of extents per cell. The limit exists because a read must list every extent of each cell."""
 
 _NONE: Final = -1
 
@@ -32,10 +33,9 @@ class Extents:
     """The extents of several cells, sorted by cell and then by offset.
 
     Attributes:
-        owners: for each extent, the position of its cell in the array of cells, in ascending order, of shape
-            `(extents,)`.
-        slots: slot of each extent in the extent table, of shape `(extents,)`; -1 for a cell that has not grown.
-        cells: put and row of each extent, encoded like a cell that has not grown, of shape `(extents,)`.
+        owners: position of each extent's cell in the array of cells, in ascending order, of shape `(extents,)`.
+        slots: slot of each extent in the extent table, or -1 for a cell that has not grown, of shape `(extents,)`.
+        cells: put and row of each extent, encoded as in a cell that has not grown, of shape `(extents,)`.
     """
 
     owners: Indexes
@@ -50,7 +50,7 @@ class Extents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """The columns that link extents by slot. They come from the current table or from a snapshot."""
+    """The columns that link extents by slot. The columns come from the current table or from a snapshot."""
 
     cell: Indexes
     previous: Indexes
@@ -80,7 +80,7 @@ class Chains:
 
 
 class ExtentTable(SlotTable):
-    """The extents of all grown cells in a partition. Each extent occupies one slot, which stores the field name."""
+    """The extents of all grown cells in a partition. Each extent has one slot, which also stores the field name."""
 
     __slots__ = ("_cell", "_depth", "_end", "_previous")
 
@@ -108,13 +108,13 @@ class ExtentTable(SlotTable):
         return np.where(slots == _NONE, WHOLE_EXTENT, self._end[slots] - starts)
 
     def append(self, name: str, cells: Indexes, lengths: Indexes, added: Indexes, ends: Indexes) -> Indexes:
-        """Add an extent to each of the given cells of a field; return the new cell numbers.
+        """Add an extent to each of the given cells of a field. Return the new cell numbers.
 
         Args:
             name: field name.
             cells: current cell numbers, of shape `(n,)`.
             lengths: current lengths of the cells, of shape `(n,)`.
-            added: extents to add, as cells in a put, of shape `(n,)`.
+            added: extents to add, given as cells in a put, of shape `(n,)`.
             ends: lengths of the cells after the append, of shape `(n,)`.
         """
         previous = cells - GROWN
@@ -135,7 +135,7 @@ class ExtentTable(SlotTable):
         return slots
 
     def truncate(self, name: str, cells: Indexes, lengths: Indexes) -> tuple[Indexes, Indexes]:
-        """Truncate cells of a field; return the new cell numbers, and the removed extents as cells in puts.
+        """Truncate cells of a field. Return the new cell numbers, and the removed extents as cells in puts.
 
         Each length must be at least 1 and less than the current length of its cell.
         """
@@ -156,7 +156,7 @@ class ExtentTable(SlotTable):
         return GROWN + last, freed
 
     def release(self, cells: Indexes) -> Indexes:
-        """Remove the extents of grown cells and return them as cells in puts. Other cells are returned unchanged."""
+        """Remove the extents of grown cells and return them as cells in puts. Return all other cells unchanged."""
         if not self.has(cells):
             return cells
         extents = self.chains.resolve(cells)

@@ -37,9 +37,9 @@ Part: TypeAlias = tuple[dict[str, int], Collection[str], Any]
 
 
 class NameIndex(Collection[str]):
-    """A mapping from names to numbers.
+    """A mapping from names to integers.
 
-    When a dict grows, it moves all its names at once, which is slow for a large dict. A large number of names is
+    When a dict grows, it rehashes all its names at once, which is slow for a large dict. Large numbers of names are
     therefore distributed by hash over many dicts of unequal sizes, which grow at different times.
     """
 
@@ -57,7 +57,7 @@ class NameIndex(Collection[str]):
         return itertools.chain(*self._dicts)
 
     def find(self, names: Sequence[str]) -> Indexes:
-        """Return the number of each name, of shape `(n,)`; -1 for an unknown name."""
+        """Return the number of each name, or -1 for an unknown name, of shape `(n,)`."""
         numbers = np.full(len(names), -1, np.int64)
         for known, some, positions in self._parts(names):
             if not known.keys().isdisjoint(some):  # halves the time if all names are new
@@ -65,7 +65,7 @@ class NameIndex(Collection[str]):
         return numbers
 
     def add(self, names: Sequence[str], numbers: Indexes) -> None:
-        """Add new names with their numbers, of shape `(n,)`."""
+        """Add new names and their numbers, given as an array of shape `(n,)`."""
         if len(self._dicts) == 1 and len(self._dicts[0]) + len(names) > _MOST_IN_ONE_DICT:
             (known,) = self._dicts
             self._dicts = [{} for _ in range(_PART_COUNT)]
@@ -74,7 +74,7 @@ class NameIndex(Collection[str]):
             known.update(zip(some, numbers[positions].tolist(), strict=True))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove names and free some memory of names removed earlier. Unknown names are ignored."""
+        """Remove names, and free some of the memory used by previously removed names. Unknown names are ignored."""
         for known, some, _ in self._parts(names):
             deque(map(known.pop, some, itertools.repeat(None)), maxlen=0)
         if not self:
@@ -85,13 +85,13 @@ class NameIndex(Collection[str]):
             self._dicts[number] = dict(known)  # removed names leave gaps in a dict, but not in its copy
 
     def free(self) -> Iterator[None]:
-        """Remove all names in steps."""
+        """Remove all names incrementally."""
         for known in self._dicts:
             known.clear()
             yield
 
     def _parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Split names by dict; yield each dict together with its names and their positions in `names`."""
+        """Split names by dict. Yield each dict together with its names and their positions in `names`."""
         if len(self._dicts) == 1:
             yield self._dicts[0], names, slice(None)
         elif len(names) <= _FEW:
@@ -107,7 +107,7 @@ class NameIndex(Collection[str]):
 
 
 class KeyIndex(NameIndex):
-    """A mapping from keys to the global indexes of their rows. The column `key` of the row table stores the keys.
+    """A mapping from keys to the global indexes of their rows. Keys are stored in the row table's `key` column.
 
     Attributes:
         column: key of each row, or None for a row without a key.
@@ -119,7 +119,7 @@ class KeyIndex(NameIndex):
         self._table = table
 
     def positions_of(self, keys: Sequence[str]) -> Indexes:
-        """Return the position of each key's row, of shape `(n,)`; -1 for an unknown key."""
+        """Return the position of each key's row, or -1 for an unknown key, of shape `(n,)`."""
         positions = self.find(keys)
         is_known = positions >= 0
         if is_known.any():
@@ -127,7 +127,7 @@ class KeyIndex(NameIndex):
         return positions
 
     def on_rows_cleared(self, positions: Indexes) -> None:
-        """Remove the keys of rows from the index. Call this method before the rows are removed from the table."""
+        """Remove the keys of the given rows from the index. Call this before removing the rows from the table."""
         if self:
             keys = self.column[positions]
             self.remove(keys[keys != None].tolist())  # noqa: E711  (of each)
@@ -143,12 +143,12 @@ class KeyIndex(NameIndex):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedNames:
-    """The group or rollout names of new samples, with the slots of existing groups or rollouts.
+    """The group or rollout names of new samples, together with the slots of groups or rollouts that already exist.
 
     Attributes:
-        names: the names, without duplicates.
+        names: distinct group or rollout names.
         codes: for each new sample, the position of its name in `names`, or NO_GROUP for a sample without a name.
-        slots: slot of each name; negative for a new name.
+        slots: slot of each name, or a negative number for a new name.
         has_members: for each name, whether the group or rollout already has samples.
     """
 
@@ -159,7 +159,7 @@ class CheckedNames:
 
     @classmethod
     def of(cls, given: Sequence[str], known: NameIndex, members: Column) -> CheckedNames:
-        """Look up the names of new samples, with "" for a sample without a name.
+        """Look up the group or rollout names of new samples. A sample without a name is represented by "".
 
         The column `members` contains the number of members in each slot.
         """
@@ -180,7 +180,7 @@ class CheckedNames:
         return list(itertools.compress(self.names, ~self.has_members))
 
     def have_begun(self, codes: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the codes whose group or rollout already has samples; False for NO_GROUP."""
+        """Return a mask of the codes whose group or rollout already has samples. NO_GROUP is never selected."""
         return np.append(self.has_members, False)[codes]
 
 
@@ -191,8 +191,8 @@ class CheckedGroups:
     Attributes:
         groups: names of the groups.
         rollouts: names of the rollouts, or None.
-        group_codes: for each new sample, the position of its group in `groups.names`. NO_GROUP for a sample without a
-            group, or in a rollout that already has samples.
+        group_codes: for each new sample, the position of its group in `groups.names`. The code is NO_GROUP for a sample
+            without a group, or in a rollout that already has samples.
     """
 
     groups: CheckedNames
@@ -201,9 +201,9 @@ class CheckedGroups:
 
     @property
     def begins(self) -> NDArray[np.bool_]:
-        """A mask of the new samples whose group and rollout are still empty, of shape `(n,)`.
+        """Mask of the new samples whose group and rollout are still empty, of shape `(n,)`.
 
-        Samples without a group or rollout are included.
+        Samples without a group or rollout are selected as well.
         """
         has_begun = self.groups.have_begun(self.group_codes)
         if self.rollouts is not None:
@@ -211,7 +211,7 @@ class CheckedGroups:
         return ~has_begun
 
     def count_units(self, unit: BatchUnit, samples: Indexes) -> int:
-        """Return the number of units that the given new samples form."""
+        """Return the number of units formed by the given new samples."""
         if unit == "sample":
             return samples.size
         ids, rollout_count = -2 - samples, 0
@@ -225,12 +225,12 @@ class CheckedGroups:
 
 
 class GroupTable:
-    """The groups and rollouts of a partition, with their number of members by status.
+    """The groups and rollouts of a partition, with their member counts by status.
 
-    Each group occupies a slot in parallel columns. After the last member of a group is cleared, its slot is reused. If
-    the cells of a group were put first, the group exists before it has members (see `CellTable.shared`). Each rollout
-    also occupies a slot. Samples of a rollout are also members of the group that contains the rollout. A rollout
-    outside any group is itself a group.
+    Each group occupies one slot across parallel columns. The slot can be reused after the last member of the group has
+    been cleared. If cells are put for a group before any of its samples, the group exists without members (see
+    `CellTable.shared`). Each rollout also occupies a slot. Samples of a rollout are also members of the group that
+    contains the rollout. A rollout outside any group counts as a group itself.
 
     A rollout is complete when it is closed. A group is complete when all its rollouts are closed and the group itself
     is closed or has reached its declared size.
@@ -280,11 +280,11 @@ class GroupTable:
 
     @property
     def of_rows(self) -> NDArray[np.int64]:
-        """Group slot of each row in the table; NO_GROUP for a row without a group."""
+        """Group slot of each row in the table, or NO_GROUP for a row without a group."""
         return self._members.data
 
     def of_unit(self, unit: BatchUnit, rows: slice | Indexes) -> Indexes:
-        """Return the group slot or rollout slot of each row; NO_GROUP for a row without a group or rollout."""
+        """Return the group or rollout slot of each row, or NO_GROUP for a row without a group or rollout."""
         slots: Indexes = self._rollouts[rows] - 1 if unit == "rollout" else self._members[rows]
         return slots
 
@@ -294,7 +294,7 @@ class GroupTable:
         return np.where(parents < 0, slots, parents)
 
     def slots_of_unit(self, unit: BatchUnit) -> Indexes:
-        """Return the slots of all groups or all rollouts that have members."""
+        """Return the slots of all groups or rollouts that have members."""
         slots = np.flatnonzero(self.members[: self.slots.count])
         if not self.has_rollouts:
             return slots if unit == "group" else slots[:0]
@@ -318,7 +318,7 @@ class GroupTable:
         return listed
 
     def count_units(self, positions: Indexes, unit: BatchUnit) -> int:
-        """Return the number of units that rows belong to; a row without a group or rollout counts as one unit."""
+        """Return the number of units that the rows belong to. A row without a group or rollout counts as one unit."""
         if unit == "sample" or not self.in_use or (unit == "rollout" and not self.has_rollouts):
             return int(positions.size)
         slots = self.of_unit(unit, positions)
@@ -328,13 +328,13 @@ class GroupTable:
         """Validate the groups and rollouts of new samples without changing the table.
 
         Args:
-            groups: group of each sample. "" for a sample without a group, or in the group of its rollout.
-            group_size: declared size of new groups. 0 means that the size is unknown.
-            rollouts: rollout of each sample, or "" for no rollout. Empty if no sample has a rollout.
+            groups: group of each sample, or "" for a sample that has no group or belongs to its rollout's group.
+            group_size: declared size of new groups, or 0 if the size is unknown.
+            rollouts: rollout of each sample, or "" for no rollout. The sequence is empty if no sample has a rollout.
 
         Raises:
-            InvalidArgumentError: the size of a group or the group of a rollout differs from an earlier put, or
-                `group_size` is negative.
+            InvalidArgumentError: a group's size or a rollout's group differs from an earlier put, or `group_size` is
+            negative.
             PreconditionError: a group or rollout is closed, or a group would have too many members.
         """
         if group_size < 0:
@@ -360,13 +360,13 @@ class GroupTable:
             size, have = int(self.declared[slot]), int(self.members[slot] - self.continuing[slot])
             if size and group_size and size != group_size:
                 raise InvalidArgumentError(
-                    f"group {name!r} was declared with group_size {size}, got {group_size}; pass the same size with "
-                    "every put for the group",
+                    f"group_size is {group_size}; expected {size}, the declared size of group {name!r}. Pass the same "
+                    "size in every put for the group.",
                     field="group_size",
                 )
             if self.closed[slot] and counts[code]:
                 raise PreconditionError(
-                    f"group {name!r} is closed; put further samples into another group", metadata={"group": name}
+                    f"group {name!r} is closed. Put further samples into another group.", metadata={"group": name}
                 )
             limit = size or group_size
             if limit and have + counts[code] > limit:
@@ -388,7 +388,7 @@ class GroupTable:
         if (is_closed := self.closed[rollouts.slots] & has_begun).any():
             name = rollouts.names[int(np.argmax(is_closed))]
             raise PreconditionError(
-                f"rollout {name!r} is closed; put further samples into another rollout", metadata={"group": name}
+                f"rollout {name!r} is closed. Put further samples into another rollout.", metadata={"group": name}
             )
         inside = np.flatnonzero(rollouts.codes >= 0)
         codes_inside = rollouts.codes[inside]
@@ -452,7 +452,7 @@ class GroupTable:
         return np.flatnonzero((self._names[: slots.count] != None) & (self.members[: slots.count] == 0))  # noqa: E711  (of each)
 
     def find(self, names: Sequence[str], rollouts: Sequence[str] = ()) -> Indexes:
-        """Return the slots of groups followed by the slots of rollouts; -1 for an unknown or empty group or rollout."""
+        """Return the slots of groups, then of rollouts. An unknown or empty group or rollout has the slot -1."""
         slots = np.append(self.slot_of.find(names), self.rollout_slot_of.find(rollouts))
         return np.where(self.members[slots] > 0, slots, -1)
 
@@ -507,7 +507,7 @@ class GroupTable:
         return start + np.flatnonzero(is_wanted[self.of_unit(unit, slice(start, end))])
 
     def slots_of(self, names: Sequence[str], rollouts: Sequence[str] = ()) -> Indexes:
-        """Return the slots of groups followed by the slots of rollouts; raise NotFoundError if a name is unknown."""
+        """Return the slots of groups followed by the slots of rollouts. Raise NotFoundError if a name is unknown."""
         found = []
         for what, given, index in (("group", names, self.slot_of), ("rollout", rollouts, self.rollout_slot_of)):
             slots = index.find(given)
@@ -522,7 +522,7 @@ class GroupTable:
         return np.concatenate(found)
 
     def close(self, slots: Indexes) -> None:
-        """Close groups and rollouts to further members."""
+        """Close groups and rollouts to new members."""
         slots = distinct(slots, self.slots.count)
         self._count_not_open(slots)
         self.closed.write(slots, True)
@@ -533,7 +533,7 @@ class GroupTable:
         self.close(slots[slots >= 0])
 
     def _count_not_open(self, slots: Indexes) -> None:
-        """Subtract the open rollouts among `slots` from the number of open rollouts of their groups."""
+        """Subtract the open rollouts among `slots` from their groups' counts of open rollouts."""
         if self.has_rollouts:
             parents = self.parent[slots]
             self.open_rollouts.add(parents[(parents >= 0) & (parents != slots) & ~self.closed[slots]], -1)
@@ -545,7 +545,7 @@ class GroupTable:
             self.close_rollouts_of(rows)
 
     def count_cleared(self, positions: Indexes) -> Indexes:
-        """Count rows as cleared; return the slots of groups and rollouts that no longer have members.
+        """Count rows as cleared. Return the slots of groups and rollouts that no longer have members.
 
         Pass the returned slots to `remove`.
         """
@@ -584,15 +584,15 @@ class GroupTable:
 
 
 class UnitCount:
-    """The number of groups or rollouts that contain at least one row of a set of rows.
+    """A counter of the groups or rollouts that contain at least one row from a set of rows.
 
     Args:
         groups: groups of the partition.
         unit: "group" or "rollout".
 
     Attributes:
-        count: number of groups or rollouts with a row in the set. Each row of the set without a group or rollout counts
-            as one more.
+        count: number of groups or rollouts with a row in the set. Each row in the set that has no group or rollout adds
+            one to the count.
     """
 
     def __init__(self, groups: GroupTable, unit: BatchUnit) -> None:

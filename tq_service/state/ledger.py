@@ -1,16 +1,16 @@
-"""The ledger of one task. It records which samples of the partition the task has consumed, leased or lost.
+"""The ledger of one task. The ledger records which of the partition's samples the task has consumed, leased or lost.
 
-The column `claim` stores the status of each row:
+The `claim` column stores the status of each row:
 
 - 0: the row is claimable.
 - 1: the row was consumed in an earlier epoch.
 - n (3 or more): the claim with serial n consumed the row. Either the row was delivered without a lease, or its delivery
   was acknowledged.
 - -n: the claim with serial n has leased the row, and the delivery has not been acknowledged.
-- -1: the row is dead-lettered, because it was delivered too often without an acknowledgement.
+- -1: the row is dead-lettered, because it was delivered too many times without being acknowledged.
 - -2: the row is dropped, because a plan permanently excluded it from a batch.
 
-Some tasks accept only complete groups. For these tasks, the column `skipped` marks claimable rows (0) whose group has
+Some tasks accept only complete groups. For these tasks, the `skipped` column marks claimable rows (0) whose group has
 permanently lost a member. Skipped rows are not pending. Samplers still see skipped rows, so a task that accepts
 incomplete groups can claim them.
 
@@ -22,13 +22,13 @@ incomplete groups can claim them.
     any --reset--> 0, or 1 for a consumed row that stays consumed
 
 A plan can deliver a sample without consuming it (`RecordedPlan.consumed`). The status of the sample stays 0, or returns
-to 0 when its lease is acknowledged. The column `uses` counts these deliveries. The status of the row does not show
-which claims delivered it, so the records of these claims are kept separately. The ledger limits the number of separate
-records and drops the oldest ones first.
+to 0 when its lease is acknowledged. The `uses` column counts the deliveries that did not consume the sample. A row's
+status does not show which claims made these deliveries, so the claims are recorded separately. The ledger limits the
+number of separate records and drops the oldest ones first.
 
-Methods that change the ledger do not validate their arguments and do not read a clock. Callers resolve and check the
-arguments first, so a claim has the same effect when it is replayed from the log. The service instance that serves the
-partition runs the lease timers. When a lease expires, the instance applies a change to the ledger.
+Methods that change the ledger neither validate their arguments nor read a clock. Callers resolve and validate the
+arguments beforehand, so a claim has the same effect when it is replayed from the log. The service instance that serves
+the partition runs the lease timers. When a lease expires, this instance applies a change to the ledger.
 """
 
 from __future__ import annotations
@@ -132,13 +132,13 @@ _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastName:
-    """The record of a claim name that does not refer to a claim.
+    """The record of a claim name that does not refer to an existing claim.
 
-    The call with this name returned the end of the data, or its claim was lost.
+    Either the call with this claim name returned the end of the data, or its claim was lost.
 
     Attributes:
-        end: the sample counts that the call returned at the end of the data; None if the call returned a claim.
-        loss: the reason why the claim was lost; None if the call returned the end of the data.
+        end: the sample counts that the call returned at the end of the data, or None if the call returned a claim.
+        loss: the reason why the claim was lost, or None if the call returned the end of the data.
     """
 
     end: EndCounts | None = None
@@ -152,17 +152,18 @@ Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
 class RecordedPlan:
     """The compact record of a plan.
 
-    A ledger may store hundreds of thousands of plans, so a record does not contain values that can be derived.
+    A ledger may store hundreds of thousands of plans, so a record omits values that can be derived.
 
     Attributes:
         rows: global indexes of the samples of all ranks, in rank order, of shape `(sum(sizes),)`.
         sizes: number of rows per rank.
-        steps: steps of each rank (see `RankPlan`); empty if the sampler returned none.
+        steps: steps of each rank (see `RankPlan`), or empty if the sampler returned none.
         micro_batch_size: number of samples per micro-batch in a plan without steps, or None.
         consumed: global indexes of the consumed samples (see `Plan`). None means that the plan consumes all its
             samples.
-        dropped: for each rank, global indexes of the dropped samples (see `RankPlan`); empty if no samples are dropped.
-        totals: totals of each step, summed over all ranks; empty for a queue worker.
+        dropped: for each rank, global indexes of the dropped samples (see `RankPlan`), or empty if no samples are
+            dropped.
+        totals: totals of each step, summed over all ranks, or empty for a queue worker.
         summed: names of the columns that `totals` sums.
     """
 
@@ -218,7 +219,7 @@ class RecordedPlan:
         return np.ones(rows.size, np.bool_) if self.consumed is None else np.isin(rows, self.consumed)
 
     def part(self, dp_rank: int = 0) -> RankPlan:
-        """Return the part of the plan for one rank.
+        """Return one rank's part of the plan.
 
         If the plan has no steps, the rank's rows are split into micro-batches. All ranks have the same number of
         micro-batches, so some micro-batches may be empty.
@@ -239,8 +240,8 @@ def _one_step(count: int, largest: int, micro_batch_size: int | None) -> Steps:
     """Split a rank's rows into the micro-batches of a single step.
 
     Args:
-        count: number of rows of the rank.
-        largest: number of rows of the rank with the most rows.
+        count: number of rows assigned to the rank.
+        largest: largest number of rows assigned to any rank.
         micro_batch_size: number of rows per micro-batch. None means one micro-batch per rank.
     """
     positions = np.arange(count)
@@ -259,14 +260,15 @@ class Claim:
     Attributes:
         serial: number of the claim within its task.
         plan: record of the delivered plan.
-        request_id: id of the queue worker's request; empty for a batch.
-        batch_index: index of the batch; -1 for a queue worker.
-        name: claim name that the queue worker passed; empty for an unnamed claim.
-        batch_spec: arguments that every rank, or every call with this claim name, must pass; None for an unnamed claim.
-        lease: terms of the lease, which are kept after the lease ends. None means that the delivery is not
-            acknowledged.
-        delivery_counts: for each sample, the number of its leased deliveries, including this delivery; None without a
-            lease.
+        request_id: id of the queue worker's request, or empty for a batch.
+        batch_index: index of the batch, or -1 for a queue worker.
+        name: claim name that the queue worker passed, or empty for an unnamed claim.
+        batch_spec: arguments that every rank, or every call with this claim name, must pass, or None for an unnamed
+            claim.
+        lease: terms of the lease, which are kept after the lease ends. None means that the delivery requires no
+            acknowledgement.
+        delivery_counts: for each sample, the number of its leased deliveries, including this delivery, or None without
+            a lease.
         returned: global indexes of the samples that were acknowledged without being consumed, or None.
         remaining: number of samples in the claim that are neither cleared nor released. If the claim has no lease and
             its plan may deliver samples without consuming them, this is the number of consumed samples.
@@ -276,7 +278,7 @@ class Claim:
             replay.
         delivered_at: time on the event loop's clock when the lease first began in this service instance. The lease
             timer sets this value.
-        answer_count: number of calls to which this service instance returned the claim. If the client disconnects
+        answer_count: number of calls for which this service instance returned the claim. If the client disconnects
             before it receives the response, the service releases the claim, unless a retry has received the same
             response.
     """
@@ -303,7 +305,7 @@ class Claim:
 
     @property
     def goes_with_rows(self) -> bool:
-        """Whether the claim's serial marks its rows. If so, the ledger drops the claim together with its last row."""
+        """Whether the claim's rows are marked with its serial. If so, the ledger drops the claim with its last row."""
         return self.lease is not None or not self.plan.is_reusing
 
     @property
@@ -324,11 +326,14 @@ class Claim:
 class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
     """Request ids of released and expired claims, oldest first. Late GetMeta calls with these ids are rejected.
 
-    Each request id maps to a tuple: the time when the claim ended, and whether the lease on any of its samples expired.
+    Each request id maps to a tuple of the claim's end time and whether the lease on any of its samples expired.
     """
 
     def add(self, request_id: bytes, at_seconds: float, *, is_expired: bool) -> None:
-        """Add the request id of a claim that ended at `at_seconds`, and remove old ids. Times must not decrease."""
+        """Add the request id of a claim that ended at `at_seconds`, and remove old ids.
+
+        The times of successive calls must not decrease.
+        """
         self[request_id] = (at_seconds, is_expired or self.has_expired(request_id))
         self.move_to_end(request_id)
         while len(self) > _MOST_ENDED or next(iter(self.values()))[0] < at_seconds - _ENDED_SECONDS:
@@ -341,16 +346,16 @@ class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
 
 @dataclass(slots=True, kw_only=True)
 class TaskTotals:
-    """Sample counters of a task, for all epochs since this process started.
+    """Counters of a task's samples across all epochs since this process started.
 
     The counters never decrease, and snapshots do not include them.
 
     Attributes:
         delivered: number of sample deliveries, including redeliveries.
-        redelivered: number of deliveries of samples that were already delivered under an earlier lease.
+        redelivered: number of deliveries of samples that had already been delivered under an earlier lease.
         expired: number of samples whose lease expired.
         dead_lettered: number of samples that were dead-lettered when their lease expired.
-        unmatched: number of units evicted because the claims' `where` condition excluded them.
+        unmatched: number of units evicted because a claim's `where` condition excluded them.
         too_small: number of groups evicted because too few members were left.
         late: number of samples and groups evicted because they would have become too stale.
         overflow: number of samples and groups that were cleared to make space for new ones.
@@ -368,30 +373,32 @@ class TaskTotals:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TaskFacts:
-    """Scalar values of a task. Snapshots store them unchanged; the task's columns and records are stored separately.
+    """Scalar values of a task. Snapshots store these values unchanged, separately from the task's columns and records.
 
     Attributes:
-        end: sample counts at the end of the data; None if the task has not reached the end in this epoch.
+        end: sample counts at the end of the data, or None if the task has not reached the end in this epoch.
         consumed_count: number of rows consumed in this epoch, including leased rows and rows that have been cleared
             since.
-        kept_count: number of rows that were consumed in earlier epochs and stayed consumed at the last reset.
+        kept_count: number of rows that were consumed in earlier epochs and remained consumed after the last reset.
         backlog: number of live or held rows that are neither consumed, dead-lettered, dropped nor skipped.
         skipped_count: number of live or held rows that are skipped.
         kept_groups: how the last request kept groups together. The value is `KEPT_ROLLOUTS` for rollouts, 0 for named
             groups, or the block length if blocks of rows replace named groups. None means that the request accepted
-            single samples or incomplete groups, or that the epoch has had no request.
+            single samples or incomplete groups, or that no request has been made in this epoch.
         dead_lettered_count: number of rows dead-lettered in this epoch, including rows that have been cleared since.
         dropped_count: number of rows dropped by plans in this epoch, including rows that have been cleared since.
-        last_forgotten: highest batch_index whose record was dropped before its rows were removed; -1 if there is none.
-        serial: serial of the latest claim.
-        trained: batch_index of the last trained batch; all earlier batches are also trained. -1 if no batch is trained.
-        saved: batch_index of the last batch covered by a trainer checkpoint; the checkpoint also covers all earlier
-            batches. -1 if no batch is covered.
-        delivered_units: for each of the latest batches that still occupy capacity, the number of units; empty if the
-            admission frees capacity on delivery.
+        last_forgotten: highest batch_index whose record was dropped before its rows were removed, or -1 if there is
+            none.
+        serial: serial number of the latest claim.
+        trained: batch_index of the last trained batch, or -1 if no batch has been trained. All earlier batches are also
+            trained.
+        saved: batch_index of the last batch covered by a trainer checkpoint, or -1 if no batch is covered. The
+            checkpoint also covers all earlier batches.
+        delivered_units: for each of the latest batches that still occupy capacity, the number of units. The tuple is
+            empty if the admission frees capacity on delivery.
         done_units: number of acknowledged units, and units delivered to queue workers without a lease, that occupy
             capacity until the next publication.
-        unmatched_count: number of units evicted in all epochs because the claims' `where` condition excluded them.
+        unmatched_count: number of units evicted in all epochs because a claim's `where` condition excluded them.
         too_small_count: number of groups evicted in all epochs because too few members were left.
         late_count: number of samples and groups evicted in all epochs because they would have become too stale.
         overflow_count: number of samples and groups that were cleared in all epochs to make space for new ones.
@@ -399,7 +406,7 @@ class TaskFacts:
             deliveries.
         refilled_count: number of times, in all epochs, that the task made a row claimable again to replace an evicted
             unit.
-        released: last batch_index in this epoch whose samples may have been released; -1 if there is none.
+        released: last batch_index in this epoch whose samples may have been released, or -1 if there is none.
     """
 
     name: str
@@ -451,10 +458,10 @@ class TaskSnapshot:
 class TaskLedger(TaskFacts):
     """The progress of one task: its claims, leases, current epoch and end of data.
 
-    The ledger drops the record of a claim when the claim's last row is removed, so its memory is bounded by the number
-    of stored samples. There are two exceptions. If a rank received no samples in a short batch, the record of the batch
-    is kept, because the rank may still request the batch. If other claims may receive the rows of a claim again, the
-    record of the claim is also kept. The number of records of each kind is limited.
+    The ledger drops a claim's record when the claim's last row is removed, so memory use is bounded by the number of
+    stored samples. Two kinds of records are kept longer. If a rank received no samples in a short batch, the record of
+    the batch is kept, because the rank may still request the batch. A claim's record is also kept if other claims may
+    receive its rows again. The number of records of each kind is limited.
 
     Other modules may read these attributes and the attributes of `TaskFacts`, but must not change them.
 
@@ -467,18 +474,18 @@ class TaskLedger(TaskFacts):
         refills: for each row, the number of times in this epoch that the row was made claimable again to replace an
             evicted unit. The value is negative if the row becomes claimable only when its current worker acknowledges
             it.
-        batches: recorded batches by batch_index, in ascending order. This includes a limited number of batches without
-            rows.
+        batches: recorded batches by batch_index, in ascending order. The mapping includes a limited number of batches
+            without rows.
         claims: claims of queue workers, by request_id.
         leases: claims of queue workers that have leased samples, by request_id, in delivery order.
         names: for each claim name, the request_id of the claim.
         past_names: claim names that do not refer to a claim, oldest first.
         ended: request ids of released and expired claims.
-        evicted: units that claims of the task evicted most recently, in any epoch, oldest first.
+        evicted: units most recently evicted by the task's claims, in any epoch, oldest first.
         totals: counters for all epochs since this process started.
-        recent_batches: statistics of the last batches that this process planned in this epoch.
+        recent_batches: statistics of the most recent batches that this process planned in this epoch.
         state: state of each row. The partition updates this column.
-        outstanding: counter of the task's outstanding units; None if the task has no admission.
+        outstanding: counter of the task's outstanding units, or None if the task has no admission.
     """
 
     def __init__(
@@ -531,8 +538,8 @@ class TaskLedger(TaskFacts):
     def snapshot(self) -> TaskSnapshot:
         """Return a snapshot of the task, without its columns.
 
-        Records that may change are copied; all other records are shared with the ledger. The table's snapshot contains
-        the columns.
+        Records that may change are copied; all other records are shared with the ledger. The columns are part of the
+        table's snapshot.
         """
         return TaskSnapshot(
             facts=self.facts,
@@ -546,7 +553,7 @@ class TaskLedger(TaskFacts):
         )
 
     def restore(self, snapshot: TaskSnapshot) -> None:
-        """Load the facts and records of a snapshot into a new task. The columns must already be restored."""
+        """Load the facts and records of a snapshot into a new task. The columns must have been restored already."""
         for each in fields(TaskFacts):
             setattr(self, each.name, getattr(snapshot.facts, each.name))
         self.ended.update(snapshot.ended)
@@ -696,10 +703,10 @@ class TaskLedger(TaskFacts):
         Args:
             plan: plan to record.
             positions: positions of the rows in `plan.named`.
-            request_id: id of the queue worker's request; empty for a batch.
+            request_id: id of the queue worker's request, or empty for a batch.
             batch_spec: arguments of the request for a batch or a named claim.
-            lease: terms of the lease. None means that the delivery is not acknowledged.
-            name: claim name; empty for an unnamed claim.
+            lease: terms of the lease. None means that the delivery requires no acknowledgement.
+            name: claim name, or empty for an unnamed claim.
         """
         self.serial += 1
         claim = Claim(
@@ -746,7 +753,7 @@ class TaskLedger(TaskFacts):
 
     @property
     def outstanding_count(self) -> int | None:
-        """Number of outstanding units; None if the task has no admission."""
+        """Number of outstanding units, or None if the task has no admission."""
         return None if self.outstanding is None else self.outstanding.count(self)
 
     def _followed(self, positions: Indexes) -> AbstractContextManager[None]:
@@ -754,7 +761,7 @@ class TaskLedger(TaskFacts):
         return _NOT_FOLLOWED if self.outstanding is None else self.outstanding.following(self, positions)
 
     def _count_delivered(self, outstanding: Outstanding, positions: Indexes, *, is_batch: bool) -> None:
-        """Count delivered rows that occupy capacity until the admission frees it."""
+        """Count delivered rows that occupy capacity until the admission frees that capacity."""
         admission, given_back = outstanding.admission, outstanding.admission.given_back
         if given_back != "delivered" and is_batch:
             # If staleness is bounded, a short batch occupies as much capacity as a full global batch.
@@ -817,7 +824,7 @@ class TaskLedger(TaskFacts):
             self.past_names.popitem(last=False)
 
     def _consume(self, positions: Indexes, mark: int) -> None:
-        """Write a mark to the `claim` column of rows, and count the rows as consumed.
+        """Write a mark to the `claim` column of the given rows, and count these rows as consumed.
 
         If the mark is `DROPPED`, the rows are counted as dropped instead.
         """
@@ -831,7 +838,7 @@ class TaskLedger(TaskFacts):
             self.consumed_count += positions.size
 
     def _keep_reusing(self, claim: Claim) -> None:
-        """Keep the record of a claim whose rows can be delivered again; drop the oldest records above the limits."""
+        """Keep the record of a claim whose rows can be delivered again. Drop the oldest records above the limits."""
         self._reusing[claim.serial] = claim
         self._reusing_row_count += claim.rows.size
         while len(self._reusing) > 1 and (
@@ -881,7 +888,7 @@ class TaskLedger(TaskFacts):
         return held
 
     def ack(self, claim: Claim, positions: Indexes) -> Indexes:
-        """Acknowledge leased rows; return the rows that can be claimed again.
+        """Acknowledge leased rows. Return the rows that can be claimed again.
 
         Each acknowledged row is consumed or dropped, or its use is counted.
         """
@@ -892,7 +899,7 @@ class TaskLedger(TaskFacts):
         return returned
 
     def _ack(self, claim: Claim, positions: Indexes) -> tuple[Indexes, Indexes]:
-        """Acknowledge leased rows; return the consumed rows and the rows that can be claimed again."""
+        """Acknowledge leased rows. Return the consumed rows and the rows that can be claimed again."""
         plan, dropped = claim.plan, positions[:0]
         if plan.dropped:
             is_dropped = plan.drops(self._table.index[positions])
@@ -936,7 +943,7 @@ class TaskLedger(TaskFacts):
         self._lose(claim, count)
 
     def expire(self, claim: Claim, positions: Indexes, at_seconds: float) -> Indexes:
-        """End the expired lease on rows of a claim; return the rows that can be claimed again.
+        """End the expired lease on rows of a claim. Return the rows that can be claimed again.
 
         Rows that have reached the maximum number of deliveries are dead-lettered.
         """
@@ -979,10 +986,10 @@ class TaskLedger(TaskFacts):
         self._on_fewer_rows(claim)
 
     def _on_fewer_rows(self, claim: Claim) -> None:
-        """Drop the record of a claim without remaining rows, unless its rows can be delivered again.
+        """Drop a claim's record if no rows remain, unless the claim's rows can be delivered again.
 
-        If a rank received no samples in a batch, the rank may still request its part. The records of the latest batches
-        of this kind are therefore kept.
+        If a rank received no samples in a batch, the rank may still request its part. The ledger therefore keeps the
+        records of the latest such batches.
         """
         if claim.remaining == 0 and claim.returned is None:
             if not claim.request_id and 0 in claim.plan.sizes:
@@ -1076,7 +1083,7 @@ class TaskLedger(TaskFacts):
         return outcomes, reopened
 
     def _refill(self, position: int, most: int) -> RefillOutcome:
-        """Count a refill of a row, unless the row has reached the limit or cannot be refilled; return the outcome."""
+        """Count a refill of a row, unless the row has reached the limit or cannot be refilled. Return the outcome."""
         mark, count = int(self.claim[position]), int(self.refills[position])
         is_skipped = mark == UNCLAIMED and bool(self.skipped[position])
         is_lost = not is_open(self.state[position]) or mark in {DEAD_LETTERED, DROPPED} or is_skipped
@@ -1092,7 +1099,7 @@ class TaskLedger(TaskFacts):
     # Skipped rows
 
     def skip(self, positions: Indexes) -> int:
-        """Mark the pending rows among `positions` as skipped; return the number of marked rows."""
+        """Mark the pending rows among `positions` as skipped. Return the number of marked rows."""
         skipped = positions[self.is_pending(positions)]
         with self._followed(skipped):
             self.skipped.write(skipped, True)
@@ -1101,7 +1108,7 @@ class TaskLedger(TaskFacts):
         return int(skipped.size)
 
     def unskip(self) -> Indexes:
-        """Remove all skipped marks; return the positions of the rows that were marked."""
+        """Remove all skipped marks. Return the positions of the rows that were marked."""
         if not self.skipped_count:
             return np.zeros(0, np.int64)
         positions = np.flatnonzero(self.skipped[: self._table.count])
@@ -1110,7 +1117,7 @@ class TaskLedger(TaskFacts):
         return positions
 
     def _unmark(self, positions: Indexes) -> int:
-        """Remove the skipped mark from rows without adding them to the backlog; return the number of removed marks."""
+        """Remove the skipped mark from rows without adding them to the backlog. Return the number of removed marks."""
         if not self.skipped_count:
             return 0
         marked = positions[self.skipped[positions]]
@@ -1134,7 +1141,7 @@ class TaskLedger(TaskFacts):
     def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
         """Return a mask of the rows that the task can no longer receive.
 
-        These rows failed before they were claimed, or they are dead-lettered, dropped or skipped.
+        Such rows failed before they were claimed, or are dead-lettered, dropped or skipped.
         """
         claims = self.claim[positions]
         is_failed = (self.state[positions] == FAILED) & (claims == UNCLAIMED)
@@ -1191,10 +1198,10 @@ class TaskLedger(TaskFacts):
                 break
 
     def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
-        """Start the next epoch; return the positions of the rows that were leased, dead-lettered, dropped or skipped.
+        """Start the next epoch. Return the positions of the rows that were leased, dead-lettered, dropped or skipped.
 
         The returned rows become claimable. If `keep_consumed` is false, all other rows also become claimable. In this
-        case, the backlog is set to `open_count`, which is the number of live or held rows.
+        case, the backlog is set to `open_count`, the number of live or held rows.
         """
         self.epoch += 1
         self.dp_size = None
@@ -1291,7 +1298,7 @@ class TaskLedger(TaskFacts):
 
 
 def task_columns(name: str) -> tuple[str, str, str, str, str]:
-    """Return the full names of the columns `claim`, `deliveries`, `uses`, `skipped` and `refills` of a task."""
+    """Return the full names of a task's `claim`, `deliveries`, `uses`, `skipped` and `refills` columns."""
     return f"claim/{name}", f"deliveries/{name}", f"uses/{name}", f"skipped/{name}", f"refills/{name}"
 
 

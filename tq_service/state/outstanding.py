@@ -1,8 +1,8 @@
 """The number of outstanding units (samples, rollouts or groups) of a task with an admission.
 
-A unit is outstanding while the task holds it. After delivery, it remains outstanding until the admission frees its
-capacity. A task holds its pending units. It also holds its leased units, unless the admission frees capacity on
-delivery. `TaskLedger` changes the status of rows, and this module counts the units.
+A unit is outstanding while the task holds it. After delivery, a unit remains outstanding until the admission frees its
+capacity. A task holds its pending units and, unless the admission frees capacity on delivery, its leased units.
+`TaskLedger` changes the status of rows, and this module counts the units.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Held(Protocol):
     state: Column
 
     def is_pending(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are unclaimed, live or held, and not skipped."""
+        """Return a mask of the rows that are unclaimed, either live or held, and not skipped."""
         ...
 
 
@@ -88,7 +88,7 @@ class Outstanding:
         self.add(positions[before & ~after], -1)
 
     def add(self, positions: Indexes, by: int) -> None:
-        """Count rows that the task now holds. If `by` is -1, subtract rows that it no longer holds."""
+        """Count rows that the task now holds. If `by` is -1, subtract rows that the task no longer holds."""
         if self._held is not None and positions.size:
             self._held.add(positions, by)
 

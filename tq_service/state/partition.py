@@ -1,6 +1,7 @@
 """A partition: samples with their fields, states, keys, groups and custom_meta, and the tasks that consume them.
 
-This module contains the state of a partition and the code that reads the state. The package `machine` changes it.
+This module contains the state of a partition and the code that reads the state. The `machine` package changes the
+state.
 """
 
 from __future__ import annotations
@@ -48,25 +49,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSettings:
-    """The settings of a partition. They cannot change after the partition is created.
+    """The settings of a partition, which cannot change after the partition has been created.
 
     Attributes:
         default_layout: layout of tensor fields whose layout is not declared in `fields`.
-        fields: declared fields. They are sorted by name, so equal sets of fields compare equal.
+        fields: declared fields. The fields are sorted by name, so equal sets of fields compare equal.
         max_bytes: maximum total size of all cells in bytes. While the limit is exceeded, puts of new samples wait. None
             means no limit.
-        admissions: limits on the outstanding work of tasks. They are sorted by task, so equal sets of limits compare
-            equal.
-        tasks: sorted names of the tasks that may consume the partition. Empty if any task may consume it.
+        admissions: limits on the outstanding work of tasks. The limits are sorted by task, so equal sets of limits
+            compare equal.
+        tasks: sorted names of the tasks that may consume the partition. The tuple is empty if any task may consume the
+            partition.
         samples_per_round: number of samples that complete a round, even if the partition is not sealed. None means no
             rounds.
         release: policy for releasing samples automatically, or None. A release that depends on tasks but names no tasks
             waits for all `tasks`.
 
     Raises:
-        InvalidArgumentError: a number is out of range, a field or task is repeated, an admission or release names a
-            task that is not among `tasks`, the default layout is not for tensors, or a release does not specify which
-            tasks to wait for.
+        InvalidArgumentError: a number is out of range, a field or task is repeated, or the default layout is not for
+            tensors. This error is also raised if an admission or release names a task outside `tasks`, or if a release
+            does not specify which tasks to wait for.
     """
 
     expected_samples: int | None = None
@@ -81,11 +83,11 @@ class PartitionSettings:
     def __post_init__(self) -> None:
         for name, least in (("expected_samples", 0), ("samples_per_round", 1), ("max_bytes", 1)):
             if (value := getattr(self, name)) is not None:
-                check_range(name, value, least, hint=", or leave it out")
+                check_range(name, value, least, hint=", or no value")
         if self.default_layout is Layout.OBJECT:
             raise InvalidArgumentError(
-                "default_layout is 'object', but it applies only to tensors; set it to 'auto', 'dense' or 'jagged', "
-                "and declare object fields in fields",
+                "default_layout is 'object'; expected 'auto', 'dense' or 'jagged', because it applies only to tensors. "
+                "Declare object fields in fields.",
                 field="default_layout",
             )
         check_unique("fields", [spec.name for spec in self.fields])
@@ -93,8 +95,8 @@ class PartitionSettings:
         for spec in self.fields:
             if spec.layout is Layout.OBJECT and (spec.dtype or spec.row_shape):
                 raise InvalidArgumentError(
-                    f"field {spec.name!r} is declared as an object field, which has neither dtype nor row shape; omit "
-                    f"both",
+                    f"field {spec.name!r} is declared as an object field, which has neither a dtype nor a row shape. "
+                    f"Omit both.",
                     field="dtype" if spec.dtype else "row_shape",
                     metadata={"field_name": spec.name},
                 )
@@ -102,8 +104,8 @@ class PartitionSettings:
         check_unique("admissions", [admission.task_name for admission in admissions])
         if (bounded := [each.task_name for each in admissions if each.max_staleness is not None])[1:]:
             raise InvalidArgumentError(
-                f"admissions limit the staleness of {len(bounded)} tasks ({', '.join(bounded)}), expected at most "
-                f"one, since a sample has only one start_version",
+                f"admissions limit the staleness of {len(bounded)} tasks ({', '.join(bounded)}); expected at most "
+                f"one, because a sample has only one start_version",
                 field="admissions",
             )
         object.__setattr__(self, "admissions", tuple(admissions))
@@ -120,13 +122,13 @@ class PartitionSettings:
             self._set_release(self.release)
 
     def _set_release(self, release: Release) -> None:
-        """Store the release with the tasks that it waits for. If it names no tasks, it waits for all tasks."""
+        """Store the release with the tasks that it waits for. A release that names no tasks waits for all tasks."""
         release = release if release.tasks else replace(release, tasks=self.tasks)
         object.__setattr__(self, "release", release)
         if not release.tasks:
             raise InvalidArgumentError(
-                f"release names no tasks, but it releases samples when tasks have {release.when} them. Name these "
-                f"tasks, or declare the partition's tasks",
+                f"release names no tasks, but releases samples only after tasks have {release.when} them. Specify "
+                f"these tasks in release, or declare the partition's tasks",
                 field="release",
             )
         for name in [name for name in release.tasks if self.tasks and name not in self.tasks]:
@@ -136,13 +138,13 @@ class PartitionSettings:
 
     @property
     def known_tasks(self) -> Iterable[str]:
-        """Names of all tasks in the settings. These tasks exist from the start and therefore track every sample."""
+        """Names of all tasks in the settings. Known tasks exist from the start and therefore track every sample."""
         admitted = (admission.task_name for admission in self.admissions)
         return dict.fromkeys((*self.tasks, *admitted, *self.releasing_tasks))
 
     @property
     def releasing_tasks(self) -> Sequence[str]:
-        """Tasks that must be done with a sample before it is released. Empty if releases do not depend on tasks."""
+        """Tasks that must be done with a sample before its release, or none if releases do not depend on tasks."""
         return () if self.release is None else self.release.tasks
 
     @property
@@ -198,7 +200,7 @@ class PartitionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSnapshot:
-    """A snapshot of a partition. Another thread can write the snapshot to a file, to be restored later.
+    """A snapshot of a partition, which another thread can write to a file for a later restore.
 
     A snapshot omits derived state, such as scan positions, key indexes, free slots, and the number of remaining rows of
     each claim.
@@ -228,13 +230,13 @@ class Partition:
 
     Attributes:
         on_change: callbacks for changes that may allow a waiting claim to proceed.
-        on_consumed: callbacks for decreases in the number of samples that any task has left.
-        on_rows: callbacks for rows that were written or can be claimed again. They are called with the global indexes
-            of the rows while a change is applied. If all rows are new, the indexes are a range.
-        on_reset: callbacks for tasks that can claim all rows again. They are called with the name of the task while a
-            change is applied.
-        policies: all policies of the service. Conditions compare values with their published versions. `State` sets
-            this attribute.
+        on_consumed: callbacks for changes that leave any task with fewer remaining samples.
+        on_rows: callbacks for rows that were written or can be claimed again. The callbacks receive the global indexes
+            of the rows while a change is being applied. If all rows are new, the indexes are a range.
+        on_reset: callbacks for tasks that can claim all rows again. The callbacks receive the name of the task while a
+            change is being applied.
+        policies: all policies of the service. Conditions compare values with the policies' published versions. `State`
+            sets this attribute.
         all_partitions: all partitions of the service, for claims that share a lease across partitions. `State` sets
             this attribute.
     """
@@ -278,12 +280,12 @@ class Partition:
         return self.table.next_index
 
     def check_incarnation(self, incarnation: bytes) -> None:
-        """Raise StaleIncarnationError unless `incarnation` is empty or the current incarnation."""
+        """Raise StaleIncarnationError unless `incarnation` is empty or matches the current one."""
         if incarnation and incarnation != self.incarnation:
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
                 f"partition {self.partition_id!r} was cleared and created again: got incarnation {incarnation.hex()}, "
-                f"but the current incarnation is {self.incarnation.hex()}. Discard all metadata of the old incarnation",
+                f"but the current incarnation is {self.incarnation.hex()}. Discard all old metadata",
                 metadata={
                     "partition_id": self.partition_id,
                     "got": incarnation.hex(),
@@ -292,7 +294,7 @@ class Partition:
             )
 
     def count_states(self, rows: slice | Indexes, by: int) -> None:
-        """Add rows to the counts by state of the partition and its groups. If `by` is -1, subtract the rows instead."""
+        """Add rows to the state counts of the partition and its groups. If `by` is -1, subtract the rows instead."""
         states = self.state[rows]
         counts = np.bincount(states, minlength=len(self.state_counts)).tolist()
         self.state_counts = [known + by * count for known, count in zip(self.state_counts, counts, strict=True)]
@@ -319,7 +321,7 @@ class Partition:
         return task
 
     def forget_task(self, name: str) -> None:
-        """Remove a task without records, including its columns."""
+        """Remove a task that has no records, along with its columns."""
         del self.tasks[name]
         for column in task_columns(name):
             self.table.remove_column(column)
@@ -350,7 +352,7 @@ class Partition:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Two counters. Each change that may allow a waiting claim to proceed increases at least one of them."""
+        """Two counters. Every change that may allow a waiting claim to proceed increases at least one of the two."""
         return self.state_version, self.row_version
 
     @property
@@ -360,7 +362,7 @@ class Partition:
 
     @property
     def expected_count(self) -> int | None:
-        """Number of samples that all rounds started so far should contain; None without rounds.
+        """Number of samples that all rounds started so far should contain, or None without rounds.
 
         If no round has started, this is the size of the first round.
         """
@@ -374,7 +376,7 @@ class Partition:
 
     @property
     def may_end_finite(self) -> bool:
-        """Whether `finite` claims may end now. This requires at least one inserted sample and no incomplete round."""
+        """Whether `finite` claims may end now. Requires at least one inserted sample and no incomplete round."""
         return self.inserted_count > 0 and (self.settings.samples_per_round is None or self.is_whole)
 
     @property
@@ -459,7 +461,7 @@ class Partition:
                 metadata={"partition_id": self.partition_id, "global_index": str(missing[0])},
             )
         if not may_repeat and distinct(positions, self.table.count).size != positions.size:
-            raise InvalidArgumentError("a sample is listed twice; list each sample once", field="global_indexes")
+            raise InvalidArgumentError("a sample is listed twice. List each sample only once.", field="global_indexes")
         return positions
 
     # Snapshots
@@ -537,7 +539,7 @@ class Partition:
     def _restore_tables(self, snapshots: Mapping[str, TableSnapshot]) -> None:
         tables = self.tables
         for unknown in snapshots.keys() - tables.keys():
-            raise _newer(self.partition_id, f"it contains the unknown table {unknown!r}")
+            raise _newer(self.partition_id, f"the snapshot contains unknown table {unknown!r}")
         for name, table in tables.items():
             try:
                 missing = table.restore(snapshots.get(name, TableSnapshot(size=0, columns={})))
@@ -546,7 +548,7 @@ class Partition:
             for column in missing:
                 _log.warning(
                     LogMessage(
-                        "set a column that is missing from the snapshot to its default",
+                        "a column is missing from the snapshot; using its default value",
                         partition=self.partition_id,
                         table=name,
                         column=column,
@@ -555,7 +557,7 @@ class Partition:
                 )
 
     def free(self) -> Iterator[None]:
-        """Release the names and objects of a removed partition in steps. Its snapshots remain readable."""
+        """Release the names and objects of a removed partition in steps. Existing snapshots remain readable."""
         for names in (self.key_index, self.groups.slot_of, self.groups.rollout_slot_of):
             yield from names.free()
         for table in self.tables.values():
@@ -583,6 +585,6 @@ def _in_state(rows: slice | Indexes, states: NDArray[np.uint8], code: int) -> In
 
 def _newer(partition_id: str, what: str) -> NewerVersionError:
     return NewerVersionError(
-        f"partition {partition_id!r} was written by a newer version: {what}; install that version, or restore a "
-        f"checkpoint written by this version into an empty data directory"
+        f"partition {partition_id!r} was written by a newer version: {what}. Install that version, or restore a "
+        f"checkpoint written by this version into an empty data directory."
     )

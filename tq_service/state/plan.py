@@ -1,7 +1,7 @@
-"""Claims and plans: the request of a consumer, the view that a sampler reads, and the plan that the sampler returns.
+"""Claims and plans: a consumer's request, the view that a sampler reads, and the plan that the sampler returns.
 
-All definitions up to and including `Sampler` are public. `tq_service.samplers` exports them, because users write their
-own samplers as subclasses of `Sampler`. The remaining definitions describe a claim: its conditions, its order, the
+All definitions up to and including `Sampler` are public. `tq_service.samplers` exports these definitions so that users
+can write their own subclasses of `Sampler`. The remaining definitions describe a claim: its conditions, its order, the
 arguments that all ranks must agree on, and the call itself.
 """
 
@@ -48,7 +48,7 @@ _MOST_SUMS: Final = 4  # maximum number of summed columns in the totals of a bat
 
 Indexes = NDArray[np.int64]
 TotalsOfStep: TypeAlias = tuple[int, int, int, int | None, tuple[float, ...]]
-"""Totals of a step: number of samples, rollouts, groups and tokens, and column sums (see `StepTotals`)."""
+"""Totals of a step: numbers of samples, rollouts, groups and tokens, and column sums (see `StepTotals`)."""
 
 _NO_ROWS = np.zeros(0, np.int64)
 
@@ -60,8 +60,9 @@ class LengthSource:
     Attributes:
         key: custom_meta column that contains the token count. None means `total_lengths`.
         field: field whose row length is used if the column has no value for the sample. If neither `field` nor `key` is
-            set, the sample's longest sequence in the requested fields is used. If only `key` is set, the column is the
-            only source. A sequence is a one-dimensional row of a field that is not declared as dense.
+            set, the length of the sample's longest sequence in the requested fields is used. If only `key` is set, the
+            custom_meta column is the only source. A sequence is a one-dimensional row of a field that is not declared
+            as dense.
     """
 
     key: str | None = None
@@ -84,12 +85,12 @@ class PlanRequest:
 
     Attributes:
         batch_size: number of units (samples, rollouts or groups, see `batch_unit`) per rank.
-        min_size: minimum number of units, summed over all ranks. If fewer units are ready, a sampler returns None. When
-            no more units can become ready, the planner lowers this value to 1, so samplers do not need to handle the
-            end of the data.
-        batch_unit: unit of `batch_size` and `min_size`.
-        rank_count: number of ranks; 1 for a queue worker.
-        ranked: whether the request comes from trainer ranks. False for a queue worker.
+        min_size: minimum number of units, summed over all ranks. If fewer units are ready, the sampler returns None.
+            When no more units can become ready, the planner lowers this value to 1, so samplers do not need to handle
+            the end of the data.
+        batch_unit: unit in which `batch_size` and `min_size` are counted.
+        rank_count: number of ranks, or 1 for a queue worker.
+        ranked: whether the request comes from trainer ranks rather than from a queue worker.
         micro_batch_size: number of samples per micro-batch, or None. If the sampler returns no steps, the planner
             splits the batch into micro-batches of this size.
         data_fields: names of the requested fields.
@@ -111,7 +112,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Samples in groups. `rows` lists the members of one group after another, and `sizes` the size of each group."""
+    """Samples in groups. `rows` lists the members group by group, and `sizes` contains the size of each group."""
 
     rows: Indexes
     sizes: Indexes
@@ -142,14 +143,14 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """The part of a plan for one rank.
+    """One rank's part of a plan.
 
     Attributes:
         rows: global indexes of the samples, in batch order.
         steps: packs of each optimizer step. If `steps` is empty, the planner creates a single step that consists of
             micro-batches.
-        dropped: global indexes of ready rows that the batch permanently excludes, such as overlong rows. They must not
-            occur in `rows`. The task never receives these rows, and `EndCounts.overlong_count` includes them.
+        dropped: global indexes of ready rows that the batch permanently excludes, such as overlong rows. Dropped rows
+            must not occur in `rows`. The task never receives these rows, and `EndCounts.overlong_count` includes them.
         totals: totals of each step, summed over all ranks. The service sets this attribute.
         summed: names of the custom_meta columns that `totals` sums.
     """
@@ -163,14 +164,14 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The plan that a sampler returns for one batch. It has one part per rank.
+    """The plan that a sampler returns for one batch, with one part per rank.
 
     Attributes:
-        ranks: part of each rank.
-        consumed: rows that the batch consumes, without duplicates. If None, the batch must deliver each row once, and
-            consumes all of them. Otherwise, a row may be delivered more than once. Rows that are delivered but not
-            consumed stay ready for later batches (sampling with replacement). Rows that are consumed but not delivered
-            are discarded.
+        ranks: each rank's part of the plan.
+        consumed: rows that the batch consumes, without duplicates. If None, the batch must deliver each row exactly
+            once, and consumes all delivered rows. Otherwise, a row may be delivered more than once. Rows that are
+            delivered but not consumed stay ready for later batches (sampling with replacement). Rows that are consumed
+            but not delivered are discarded.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -190,10 +191,10 @@ class View(Protocol):
 
     Rows are identified by global index. A row is ready if all of the following are true:
 
-    - It is live and has all requested fields.
-    - The task has not consumed it.
-    - It satisfies the `where` condition of the request.
-    - Its length is known, or the sampler does not need lengths.
+    - The row is live and has all requested fields.
+    - The task has not consumed the row.
+    - The row satisfies the request's `where` condition.
+    - The row's length is known, or the sampler does not need lengths.
 
     A sampler may read the view on its own thread while the partition changes. If rows in the resulting plan have been
     cleared in the meantime, the batch is planned again.
@@ -209,7 +210,7 @@ class View(Protocol):
         ...
 
     def ready(self, limit: int | None = None) -> Indexes:
-        """Return up to `limit` ready rows, in index order or in the order given by `order_by` of the request."""
+        """Return up to `limit` ready rows, in index order or in the order specified by the request's `order_by`."""
         ...
 
     def ready_groups(
@@ -224,17 +225,18 @@ class View(Protocol):
         """Return the groups whose members are all ready, in the order of their first members.
 
         Args:
-            limit: maximum number of units. The group that would exceed the limit is omitted, and so are all later
+            limit: maximum number of units. The first group that would exceed the limit is omitted, along with all later
                 groups. None means no limit.
-            unit: unit of `limit`. With "rollout", each rollout counts as a group, and so does each sample without a
-                rollout.
+            unit: unit in which `limit` is counted. With "rollout", each rollout counts as a group, and so does each
+                sample without a rollout.
             block_size: size at which a group without a declared size is complete. If the partition has no named groups,
                 each block of `block_size` consecutive indexes is a group. If `block_size` is None, each sample is a
                 group.
             take_incomplete: whether to return the remaining members of a group after other members have failed or been
                 cleared. If false, such groups are skipped.
-            blocks: "aligned" if blocks begin at multiples of `block_size`, or "anywhere". With "anywhere", any
-                `block_size` ready rows with consecutive indexes form a group, starting with the earliest rows.
+            blocks: "aligned" if blocks must begin at multiples of `block_size`, or "anywhere" otherwise. With
+                "anywhere", any `block_size` ready rows with consecutive indexes form a group, starting with the
+                earliest rows.
 
         Raises:
             InvalidArgumentError: blocks are aligned, and the number of rows in a put is not a multiple of `block_size`.
@@ -250,11 +252,11 @@ class View(Protocol):
         ...
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return the token count of each row, of shape `(n,)`, from the sampler's `length` source; -1 if unknown."""
+        """Return the token count of each row, of shape `(n,)`, from the sampler's `length` source, or -1 if unknown."""
         ...
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return the length of each row in a field, of shape `(n,)`; -1 for missing cells, scalars and objects.
+        """Return the length of each row in a field, of shape `(n,)`, or -1 for missing cells, scalars and objects.
 
         The length of a row is its size in the first dimension that varies between rows, or in dimension 0 if all rows
         have equal shapes.
@@ -293,7 +295,7 @@ class View(Protocol):
 
 
 class MustBeAwaited(BaseException):
-    """Raised if a plan must be awaited, because its sampler is a coroutine function or runs on a thread.
+    """Raised if a plan must be awaited, because its sampler is a coroutine function or runs in a thread.
 
     A view also raises this exception, through its sampler, if a scan would block the event loop for too long. The
     exception is not a subclass of `Exception`, so samplers do not catch it by mistake.
@@ -303,16 +305,16 @@ class MustBeAwaited(BaseException):
 class Sampler(ABC):
     """Base class of samplers. A sampler selects the ready samples of a batch and distributes them over the ranks.
 
-    The only state of a sampler is its options, which are the keyword arguments of its constructor. A frozen dataclass
-    works well. The constructor raises ValueError for invalid options. For equal views and requests, a sampler must
-    return equal plans.
+    A sampler's only state is its options, which are the keyword arguments of its constructor. A frozen dataclass works
+    well for this purpose. The constructor raises ValueError for invalid options. For equal views and requests, a
+    sampler must return equal plans.
     """
 
     name: ClassVar[str] = ""
     plans_below_min_size: ClassVar[bool] = False
     """Whether `plan` may return fewer than `request.min_size` units even if more units may become ready.
 
-    Samplers with this attribute are called after each change to the partition. Other samplers are called only when
+    Samplers with this attribute set are called after each change to the partition. Other samplers are called only when
     enough rows are ready.
     """
 
@@ -324,7 +326,7 @@ class Sampler(ABC):
 
     @property
     def length(self) -> LengthSource | None:
-        """Source of the sample length; None if the sampler needs no lengths.
+        """Source of the sample length, or None if the sampler needs no lengths.
 
         If a source is set, a sample is ready only if its length is known.
         """
@@ -334,7 +336,7 @@ class Sampler(ABC):
         """Raise InvalidArgumentError if the sampler cannot serve the request with its options."""
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return whether `plan` is fast enough to run on the event loop (well under 1 ms) instead of on a thread."""
+        """Return whether `plan` is fast enough to run on the event loop (well under 1 ms) rather than in a thread."""
         return False
 
     @abstractmethod
@@ -349,7 +351,7 @@ _SHRINKING: Final = frozenset({">", ">="})
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition on a custom_meta column. Samples without a value in the column do not satisfy it.
+    """A condition on a custom_meta column. Samples without a value in the column do not satisfy the condition.
 
     Attributes:
         published: policy whose published version is compared with the column, instead of `values`. The version is read
@@ -371,19 +373,19 @@ class Condition:
             return
         if not self.operator or not self.column:
             raise InvalidArgumentError(
-                f"where: got column {self.column!r} and operator {self.operator!r}; expected both to be set",
+                f"where: column is {self.column!r} and operator is {self.operator!r}; expected both to be set",
                 field="where",
             )
         given = [value for value in self.values if value is not None]
         if len(given) != len(self.values) or (self.operator != "in" and len(given) != 1):
             raise InvalidArgumentError(
-                f"where: column {self.column!r} {self.operator} got {len(given)} values; pass exactly one, or use "
-                f"'in' for any number",
+                f"where: column {self.column!r} {self.operator} got {len(given)} values; expected exactly one. Use "
+                f"'in' to compare with any number of values.",
                 field="where",
             )
         if len({isinstance(value, str) for value in given}) > 1:
             raise InvalidArgumentError(
-                f"where: column {self.column!r} is compared with text and numbers; use one type", field="where"
+                f"where: column {self.column!r} is compared with both text and numbers. Use one type.", field="where"
             )
 
     def _check_published(self, published: Published) -> None:
@@ -391,8 +393,8 @@ class Condition:
         if self.values or not self.column or self.operator not in _GROWING | _SHRINKING:
             raise InvalidArgumentError(
                 f"where: column {self.column!r} {self.operator} is compared with the published version of policy "
-                f"{published.policy!r} and {len(self.values)} values; expected a column, one of <, <=, > and >=, and "
-                "no values",
+                f"{published.policy!r} and {len(self.values)} values; expected a column, one of the operators <, <=, > "
+                "and >=, and no values",
                 field="where",
             )
 
@@ -420,7 +422,7 @@ class Condition:
             if is_text != (kind == "O"):
                 raise InvalidArgumentError(
                     f"where: column {self.column!r} contains {KIND_NAMES[kind]} values, got {value!r}; compare it with "
-                    f"a {KIND_NAMES[kind]}",
+                    f"{KIND_NAMES[kind]} values",
                     field="where",
                 )
         if kind == "O":
@@ -447,9 +449,10 @@ _INT64: Final = np.iinfo(np.int64)
 def _neighbours(value: float, kind: str) -> tuple[float, float]:
     """Return the largest number up to `value` and the smallest number from `value` that the kind can represent.
 
-    The two numbers are equal if the kind can represent `value` itself. They make exact comparisons of integers with
-    floats possible. numpy alone would convert integers to floats, which cannot represent 2**53 + 1. A number outside
-    the int64 range is replaced by infinity, which is compared as a float. For NaN, both results are NaN.
+    The two numbers are equal if the kind can represent `value` itself. Comparing with these two numbers makes
+    comparisons of integers with floats exact. numpy alone would convert integers to floats, which cannot represent
+    2**53 + 1. A number outside the int64 range is replaced by infinity, which is compared as a float. For NaN, both
+    results are NaN.
     """
     if kind == "f":
         try:
@@ -490,7 +493,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refill:
-    """The task that regenerates evicted units. In its partition, the key of each sample is the name of a unit.
+    """The task that regenerates evicted units. In that task's partition, each sample's key is the name of a unit.
 
     Attributes:
         max_refills: maximum number of times that a sample is made claimable again in an epoch.
@@ -511,7 +514,7 @@ class Refill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
-    """The claim arguments that must be equal for all ranks of a batch. The first plan for a batch_index fixes them.
+    """The claim arguments that must be equal for all ranks of a batch. The first plan of a batch fixes their values.
 
     See GetMeta for the attributes that are not listed here.
 
@@ -524,8 +527,9 @@ class BatchSpec:
         totals: custom_meta columns to sum in the totals that each rank receives.
 
     Raises:
-        InvalidArgumentError: the micro-batch size or `max_uses` is out of range, `order_by` or `totals` has an empty or
-            repeated column, or `least_members` or `refill` is given although nothing is evicted.
+        InvalidArgumentError: the micro-batch size or `max_uses` is out of range, or `order_by` or `totals` has an empty
+            or repeated column. This error is also raised if `least_members` or `refill` is set although nothing is
+            evicted.
     """
 
     batch_size: int
@@ -566,8 +570,8 @@ class BatchSpec:
             check_unique(name, columns)
         if len(self.totals) > _MOST_SUMS:
             raise InvalidArgumentError(
-                f"totals names {len(self.totals)} columns, expected at most {_MOST_SUMS}; compute other sums from "
-                f"the samples",
+                f"totals names {len(self.totals)} columns; expected at most {_MOST_SUMS}. Compute other sums from "
+                f"the samples.",
                 field="totals",
             )
 
@@ -647,7 +651,7 @@ class Rank:
 
     @classmethod
     def of(cls, **numbers: int | None) -> Rank | None:
-        """Create a rank from `dp_rank`, `dp_size` and `batch_index`; return None if none of them is given.
+        """Create a rank from `dp_rank`, `dp_size` and `batch_index`. Return None if all of them are None.
 
         Raises:
             InvalidArgumentError: only some of the numbers are None, or a number is out of range.
@@ -675,10 +679,10 @@ class LeaseTerms:
             indexes. None means that samples are handled individually.
         blocks: whether blocks of consecutive indexes begin at multiples of their length or at any index.
         on_lost: for a claim on slots, the action on slots that are still held when the lease expires. Slots without
-            data are removed when they are released. None for a claim on existing samples.
-        shared_with: partition of the second claim that shares this lease. Both claims have equal task names and request
-            ids. For a claim on prompts, this is the partition of the slots, and vice versa. Empty if the lease is not
-            shared.
+            data are removed when they are released. The value is None for a claim on existing samples.
+        shared_with: partition of the second claim that shares this lease. The two claims that share a lease have the
+            same task name and request id. For a claim on prompts, this is the partition of the slots, and vice versa.
+            The partition name is empty if the lease is not shared.
 
     Raises:
         InvalidArgumentError: a number is out of range.
@@ -705,7 +709,7 @@ class LeaseTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedClaim:
-    """The identity of a claim. To change its samples, a caller must still have a lease on them.
+    """The identity of a claim. To change the claim's samples, a caller must still hold a lease on them.
 
     Raises:
         InvalidArgumentError: the task name or the request id is malformed.
@@ -726,10 +730,10 @@ class ClaimSpec:
     Calls with equal specs share plans.
 
     Attributes:
-        data_fields: fields whose cell locations are returned. `batch_spec.data_fields` contains these names in an order
-            that is equal for all ranks.
+        data_fields: fields whose cell locations are returned. `batch_spec.data_fields` contains these names in the same
+            order for all ranks.
         min_batch_size: minimum batch size of a queue worker. 0 means `batch_size`.
-        dp_size: number of ranks; None for queue workers.
+        dp_size: number of ranks, or None for queue workers.
         admit: slots that a rollout worker receives along with its prompts, or None.
 
     Raises:
@@ -755,7 +759,7 @@ class ClaimSpec:
             )
         if self.dp_size is not None and self.min_batch_size:
             raise InvalidArgumentError(
-                "min_batch_size is only for queue workers; omit it for a rank, whose batch is short only at the end",
+                "min_batch_size is only for queue workers. Omit it for a rank, whose batch is short only at the end.",
                 field="min_batch_size",
             )
         object.__setattr__(self, "min_batch_size", self.min_batch_size or batch_size)
@@ -763,7 +767,7 @@ class ClaimSpec:
 
     @cached_property
     def plan_request(self) -> PlanRequest:
-        """Request to the sampler. `min_size` is a full batch for ranks and the minimum size for a queue worker."""
+        """Request to the sampler. `min_size` is the full batch size for ranks and the minimum for a queue worker."""
         batch_spec, rank_count = self.batch_spec, self.dp_size or 1
         return PlanRequest(
             batch_size=batch_spec.batch_size,
@@ -786,7 +790,7 @@ class ClaimSpec:
 def check_data_fields(names: Sequence[str]) -> None:
     """Raise InvalidArgumentError if `names` is empty or contains an empty or repeated name."""
     if not names:
-        raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
+        raise InvalidArgumentError("data_fields is empty; specify at least one field", field="data_fields")
     if "" in names:
         raise InvalidArgumentError(f"data_fields is {list(names)}; name each field", field="data_fields")
     check_unique("data_fields", names)
@@ -809,12 +813,12 @@ class ClaimRequest:
     """The arguments of a GetMeta call.
 
     Attributes:
-        rank: the rank that makes the request, with a `dp_size` equal to `spec.dp_size`; None for a queue worker.
-        epoch: epoch that the caller expects. None accepts any epoch.
-        lease: lease terms of a queue worker. None means that the delivery is not acknowledged.
-        claim_name: name of a queue worker's claim. Later calls with this name return the existing claim. Empty for an
-            unnamed claim.
-        not_before: policy version that must be published first, or None.
+        rank: rank that makes the request, with `dp_size` equal to `spec.dp_size`, or None for a queue worker.
+        epoch: epoch that the caller expects, or None to accept any epoch.
+        lease: lease terms of a queue worker. None means that the delivery requires no acknowledgement.
+        claim_name: name of a queue worker's claim. Later calls with this name return the existing claim. The name is
+            empty for an unnamed claim.
+        not_before: policy version that must be published before the batch is planned, or None.
         batch_count: maximum number of batches to return to a rank, starting with `rank.batch_index`.
         make_slots: function that creates the slots in `spec.admit` for the prompts of a plan, atomically with the claim
             on the prompts. If the function raises an exception, the prompts are not claimed.
@@ -843,26 +847,26 @@ class ClaimRequest:
             check_range("batch_count", self.batch_count, 1, _MOST_BATCHES)
             if self.rank is None:
                 raise InvalidArgumentError(
-                    f"batch_count is {self.batch_count}, expected 1 for a queue worker, since each of its claims "
+                    f"batch_count is {self.batch_count}; expected 1 for a queue worker, since each of its claims "
                     "needs its own request_id. Make one call per claim, or request a larger batch_size",
                     field="batch_count",
                 )
         if self.rank is None and self.batch_spec.totals:
             raise InvalidArgumentError(
-                f"totals is {shown(self.batch_spec.totals)}, but totals are only for ranks, since each rank receives "
-                f"a part of a batch. Omit totals, since a queue worker receives all samples of its batch",
+                f"totals is {shown(self.batch_spec.totals)}, but only ranks receive totals. Omit totals; a queue "
+                f"worker receives all samples of its batch.",
                 field="totals",
             )
         if self.rank is not None and self.lease is not None:
             raise InvalidArgumentError(
-                "lease is only for queue workers; omit it for a rank, whose retry returns the same batch without a "
-                "lease",
+                "lease is only for queue workers. Omit it for a rank, whose retry returns the same batch without a "
+                "lease.",
                 field="lease",
             )
         if self.batch_spec.held and self.lease is None:
             raise InvalidArgumentError(
-                "held samples are claimed without a lease. Set a lease, which rollout workers need to continue held "
-                "samples",
+                "lease is unset; expected a lease, because rollout workers need a lease to continue held samples. Set "
+                "lease.",
                 field="lease",
             )
         if self.spec.admit is not None:
@@ -871,8 +875,8 @@ class ClaimRequest:
             check_name("claim_name", self.claim_name)
             if self.rank is not None:
                 raise InvalidArgumentError(
-                    f"claim_name is {self.claim_name!r}, but claim names are only for queue workers; a rank "
-                    f"identifies its batch by dp_rank and batch_index",
+                    f"claim_name is {self.claim_name!r}, but claim names are only for queue workers. Omit "
+                    f"claim_name for a rank, which identifies its batch by dp_rank and batch_index.",
                     field="claim_name",
                 )
 
@@ -888,8 +892,8 @@ class ClaimRequest:
         ):
             if got != expected:
                 raise InvalidArgumentError(
-                    f"with admit, {name} must be {expected!r}, but is {got!r}: slots are created for prompts that a "
-                    "rollout worker leases one by one",
+                    f"with admit, {name} is {got!r}; expected {expected!r}, because slots are created for prompts that "
+                    "a rollout worker leases one by one",
                     field=name,
                 )
 
@@ -900,7 +904,7 @@ class ClaimRequest:
 
     @property
     def policy(self) -> str | None:
-        """Policy that `where` or `not_before` refers to, or None. `where` takes precedence."""
+        """Policy to which `where` or `not_before` refers, or None. The policy in `where` takes precedence."""
         compared = (each.published.policy for each in self.batch_spec.where if each.published is not None)
         return next(compared, None if self.not_before is None else self.not_before.policy)
 
@@ -911,7 +915,7 @@ class ClaimRequest:
 
     @property
     def batch_index(self) -> int:
-        """Index of the first batch that the rank requests; -1 for a queue worker."""
+        """Index of the first batch that the rank requests, or -1 for a queue worker."""
         return -1 if self.rank is None else self.rank.batch_index
 
     def following(self) -> Iterator[ClaimRequest]:

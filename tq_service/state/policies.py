@@ -12,7 +12,7 @@ class Policy:
     """A policy and its published version.
 
     Attributes:
-        name: name of the policy. Like a partition id, it is prefixed with the namespace of the publishing client.
+        name: name of the policy. Like a partition id, the name is prefixed with the publishing client's namespace.
         version: version of the published weights.
         published_at: time of publication, in seconds since 1970.
     """

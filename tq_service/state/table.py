@@ -1,28 +1,28 @@
-"""Tables of columns with equal length. Each column is declared once, with its name, dtype and fill value.
+"""Tables whose columns have equal length. Each column is declared once, with its name, dtype and fill value.
 
-Growth, compaction, snapshots, restores and test comparisons iterate over the declared columns. A new column therefore
-only needs to be declared.
+Growth, compaction, snapshots, restores and test comparisons iterate over the declared columns, so a new column only
+needs to be declared.
 
-The name of a column that exists in every table of a kind is a plain word without a slash, such as `state`. The name of
-a column for a user-named object is `KIND/NAME`, such as `cell/tokens`, `meta/reward` or `claim/update_actor`. KIND is a
-plain word. NAME is the user's name, unchanged, and may contain slashes. User-given names therefore cannot collide with
-other column names.
+A column that exists in every table of a given kind is named by a plain word without a slash, such as `state`. A column
+for a user-named object is named `KIND/NAME`, such as `cell/tokens`, `meta/reward` or `claim/update_actor`. KIND is a
+plain word. NAME is the name chosen by the user, unchanged, and may contain slashes. User-chosen names therefore cannot
+collide with other column names.
 
-A column snapshot does not copy any values. While a snapshot is being read, each change to the column first saves the
-blocks that it modifies. A block contains a few thousand values, regardless of the length of the column.
+Taking a column snapshot does not copy any values. While a snapshot is being read, each change to the column first saves
+the blocks that it modifies. A block contains a few thousand values, regardless of the length of the column.
 
-A `RowTable` contains rows in order of their global index. Removing a row leaves a gap. When there are more gaps than
-rows, each step that adds or removes rows also closes some gaps by moving rows forward. Such a step examines a few
-thousand positions or twice the number of added or removed rows, whichever is larger. Every step is therefore short, and
-the gaps are closed before the table grows much. A gap keeps its index, so the rows around it can still be found by
-binary search. The old position of a moved row gets the index -1. A reader on another thread can pin the rows (`pinned`)
-to keep them from moving while it reads. If there are many gaps (`has_many_gaps`), a new reader first waits until all
+A `RowTable` contains rows ordered by global index. Removing a row leaves a gap. When there are more gaps than rows,
+each step that adds or removes rows also closes some gaps by moving rows forward. Such a step examines a few thousand
+positions or twice the number of added or removed rows, whichever is larger. Every step is therefore short, and the gaps
+are closed before the table grows much. A gap keeps its index, so the rows around it can still be found by binary
+search. The index at a moved row's old position is set to -1. A reader in another thread can pin the rows (`pinned`) to
+keep them from moving while it reads. If there are many gaps (`has_many_gaps`), a new reader first waits until all
 current readers have finished. Otherwise, overlapping readers could prevent gaps from ever being closed. A reader that
 yields control between slices does not pin the table (`slices`).
 
 A large number of rows is added in two phases. First, `reserve_capacity` reserves capacity and creates the columns for
-the new rows. It works in several steps, and other work can run between the steps. After that, a single step adds the
-rows and only needs to write their values.
+the new rows. The reservation is split into several steps, so other work can run in between. A single final step then
+adds the rows and only needs to write their values.
 
 A `SlotTable` allocates slots for transient objects and reuses free slots.
 
@@ -88,10 +88,10 @@ Where = slice | Indexes | int
 
 
 class ObjectChunks:
-    """An array of objects that is stored in chunks. Chunks are allocated on first write, and growth moves no objects.
+    """An array of objects that is stored in chunks. Chunks are allocated on first write. Growth moves no objects.
 
     Attributes:
-        size: number of elements. Elements that have not been written contain the fill.
+        size: number of elements. Elements that have not been written contain the fill value.
     """
 
     __slots__ = ("_chunks", "_fill", "size")
@@ -131,7 +131,7 @@ class ObjectChunks:
                 self._chunk(number)[there] = values if is_one else given[here]
 
     def _reset(self, number: int, there: Any) -> None:
-        """Reset elements of a chunk to the fill. If all elements are reset, free the chunk."""
+        """Reset elements of a chunk to the fill value. If all elements are reset, free the chunk."""
         if isinstance(there, slice) and there.stop - there.start > _CHUNK_MASK:
             self._chunks.pop(number, None)
         elif number in self._chunks:
@@ -191,9 +191,9 @@ def _parts_of_positions(positions: Indexes) -> Iterator[tuple[int, Any, Indexes]
 
 
 def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectChunks:
-    """Allocate at least `count` zeros in memory that has not been touched.
+    """Allocate at least `count` zeros in untouched memory.
 
-    If the dtype is object, the values are None or the fill.
+    If the dtype is object, the values are None or the fill value instead.
     """
     if count < RESERVED_FROM:
         return np.zeros(count, dtype) if dtype.kind != "O" else np.empty(count, dtype)
@@ -233,7 +233,7 @@ def reserved_memory(values: NDArray[Any] | ObjectChunks) -> mmap.mmap | None:
 
 
 def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int) -> None:
-    """Release the memory pages that lie entirely within values `start` to `stop`. Their values become zero."""
+    """Release the memory pages that lie entirely within values `start` to `stop`. Values in these pages become zero."""
     offset = values.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
     first = -(-(offset + start * values.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
     end = offset + stop * values.itemsize
@@ -243,7 +243,7 @@ def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int
 
 @cache
 def _can_reserve() -> bool:
-    """Return whether memory can be reserved without using it.
+    """Return whether memory can be reserved without being counted as used.
 
     A system that never overcommits counts reserved memory as used.
     """
@@ -270,11 +270,11 @@ NewColumn: TypeAlias = tuple[str, DTypeLike, Any]
 
 
 class ColumnSnapshot:
-    """The first `size` values of a column when the snapshot was taken. They can be read once, in order, on any thread.
+    """The first `size` values of a column at the time of the snapshot, readable once, in order, in any thread.
 
-    The thread of the column saves a block before it changes the block. The reader first copies the block from the
-    column and only afterwards looks for a saved block. If there is no saved block, the column had not started to change
-    the block when it was copied.
+    The thread that owns the column saves each block before changing it. The reader first copies the block from the
+    column and only then looks for a saved block. If there is no saved block, the block had not yet begun to change when
+    the reader copied it.
     """
 
     __slots__ = ("__weakref__", "_array", "_kept", "_next_block", "size")
@@ -320,13 +320,13 @@ class ColumnSnapshot:
 
 
 class Column:
-    """A column of a table. It has one value per row or slot.
+    """A column of a table, with one value per row or slot.
 
     Attributes:
-        data: read-only array of all values up to the capacity. It is replaced when the column grows or is compacted. An
-            older array still refers to the memory of the column unless the column has moved to new memory.
+        data: read-only array of all values up to the capacity. The array is replaced when the column grows or is
+            compacted. An older array still refers to the column's memory unless the column has moved to new memory.
         fill: value of positions that have not been written.
-        is_blank: whether the column has never been written. All its values then equal the fill.
+        is_blank: whether the column has never been written. All values of a blank column equal the fill value.
     """
 
     __slots__ = ("_array", "_memory", "_snapshots", "data", "fill", "is_blank")
@@ -356,12 +356,12 @@ class Column:
         self.is_blank = False
 
     def clear(self, where: Where) -> None:
-        """Reset the values at positions to the fill."""
+        """Reset the values at the given positions to the fill value."""
         if not self.is_blank:
             self.write(where, self.fill)
 
     def add(self, where: Indexes, by: int) -> None:
-        """Add `by` to the values at positions. A position that occurs several times is incremented several times."""
+        """Add `by` to the values at the given positions, once for each time that a position occurs."""
         if self._snapshots:
             self._keep(where)
         np.add.at(self._array, where, by)
@@ -370,8 +370,8 @@ class Column:
     def resize(self, capacity: int) -> None:
         """Grow or shrink the column to `capacity` values.
 
-        Added values equal the fill, and removed values must equal the fill. Values are not copied if the memory of the
-        column is large enough or, when shrinking, is reserved memory.
+        Added values equal the fill value, and removed values must equal it as well. Values are not copied if the
+        column's memory is large enough or, when shrinking, is reserved memory.
         """
         memory, size = self._memory, self.data.size
         reserved = reserved_memory(memory)
@@ -394,7 +394,7 @@ class Column:
         self.write(slice(0, old.size), old)
 
     def snapshot(self, size: int) -> ColumnSnapshot:
-        """Return a snapshot of the first `size` values. This takes constant time."""
+        """Return a snapshot of the first `size` values. Taking a snapshot requires constant time."""
         snapshot = ColumnSnapshot(self._array, size)
         self._snapshots.append(weakref.ref(snapshot))
         return snapshot
@@ -425,7 +425,7 @@ class Column:
         self._use(0, capacity)
 
     def _use(self, start: int, capacity: int) -> None:
-        """Set the capacity of the column, and set the values from `start` on to the fill."""
+        """Set the column's capacity, and set all values from `start` onward to the fill value."""
         self.data: NDArray[Any]
         if isinstance(self._memory, ObjectChunks):
             self._memory.size = capacity
@@ -450,7 +450,7 @@ def grown(capacity: int, least: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSnapshot:
-    """A snapshot of a table. It contains a snapshot of each column by name, each with `size` values."""
+    """A snapshot of a table: a snapshot of each column, by column name, with `size` values each."""
 
     size: int
     columns: Mapping[str, ColumnSnapshot]
@@ -474,7 +474,7 @@ class Table:
         self._capacity = _FIRST_CAPACITY
 
     def column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
-        """Declare a column whose values equal `fill` until they are written. See the module docstring for names.
+        """Declare a column whose values equal `fill` until they are written. See the module docstring for naming rules.
 
         Raises:
             ValueError: a column with this name already exists.
@@ -504,7 +504,8 @@ class Table:
     def restore(self, snapshot: TableSnapshot) -> Sequence[str]:
         """Copy the rows of a snapshot into an empty table. Columns are matched by name.
 
-        Return the names of the columns that are missing from the snapshot. These columns contain the fill.
+        Return the names of the columns that are missing from the snapshot. The missing columns contain their fill
+        values.
 
         Raises:
             NewerVersionError: a column in the snapshot is not declared or has a different dtype.
@@ -573,7 +574,7 @@ class RowTable(Table):
         self._number(self.count)
 
     def append(self, count: int, state: int = LIVE) -> slice:
-        """Add `count` rows; return their positions."""
+        """Add `count` rows. Return their positions."""
         end = self.count + count
         if end > self._capacity:
             self._grow(end)
@@ -587,8 +588,8 @@ class RowTable(Table):
     def reserve_capacity(self, count: int, columns: Iterable[NewColumn] = ()) -> Iterator[None]:
         """Reserve capacity for `count` more rows in steps. The table may change between the steps.
 
-        After the last step, the indexes of the new rows have been written. The given columns are created in advance,
-        which makes it fast to declare them with `column`.
+        After the last step, the indexes of the new rows have been written. The given columns are created in advance, so
+        declaring them with `column` is fast.
         """
         while (end := self.count + count) > self._capacity:
             self._grow(min(end, self._capacity + _CAPACITY_STEP))
@@ -627,8 +628,8 @@ class RowTable(Table):
     def close_gaps(self, changed_count: int) -> None:
         """If there are many gaps, close some of them. The amount of work is proportional to `changed_count`.
 
-        Rows may move to new positions, so call this method only when a step no longer uses positions. `remove` calls
-        this method itself.
+        Rows may move to new positions, so call this method only when the current step no longer uses positions.
+        `remove` calls this method itself.
 
         Args:
             changed_count: number of rows that the step added or removed.
@@ -651,7 +652,7 @@ class RowTable(Table):
             self._number(to)
 
     def _move_rows(self, start: int, end: int, to: int) -> int:
-        """Move the rows between `start` and `end` to the positions from `to` on; return the next free position."""
+        """Move the rows between `start` and `end` to the positions starting at `to`. Return the next free position."""
         rows = start + np.flatnonzero(self.state[start:end] != CLEARED)
         end_of_moved = to + rows.size
         if end_of_moved == end:  # no gap before this position
@@ -695,7 +696,7 @@ class RowTable(Table):
             yield slice(start, stop)
 
     def find(self, indexes: Indexes) -> Indexes:
-        """Return the position of each global index, of shape `(n,)`; -1 if the row does not exist."""
+        """Return the position of each global index, of shape `(n,)`, or -1 if the row does not exist."""
         if self.count == 0 or indexes.size == 0:
             return np.full(indexes.size, -1, np.int64)
         if self._is_gapless:
@@ -711,7 +712,7 @@ class RowTable(Table):
 
     @property
     def _is_gapless(self) -> bool:
-        """Whether no gaps have been closed between the first and the last row. Indexes then determine positions."""
+        """Whether no gaps have been closed between the first and the last row. If so, indexes determine positions."""
         return self._closing is None and self.next_index - int(self.index.data[0]) == self.count
 
     @property
@@ -763,7 +764,7 @@ class SlotTable(Table):
     """A table of slots that can be allocated and freed. Each column has one value per slot.
 
     Attributes:
-        occupants: column of the objects that occupy the slots; None for a free slot.
+        occupants: column of the objects that occupy the slots, with None for a free slot.
     """
 
     __slots__ = ("_free", "occupants")
@@ -818,7 +819,7 @@ def distinct(values: Indexes, bound: int) -> Indexes:
 def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
     """Return the distinct values in ascending order and the count of each value.
 
-    This is fast if most adjacent values are equal.
+    The function is fast if most adjacent values are equal.
     """
     if values.size == 0:
         return values, values

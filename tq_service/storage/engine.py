@@ -1,7 +1,7 @@
-"""The storage engine, which stores puts within a quota, and reads and frees their cells. It does not depend on gRPC.
+"""The storage engine stores puts within a quota, and reads and frees their cells. The engine does not depend on gRPC.
 
-The engine has two layers. The index tracks puts, rows, the quota and confirmations. The blob store below it stores
-the bytes. All engine state is changed on one event loop, between awaits, so no locks are needed.
+The engine has two layers. The index tracks puts, rows, the quota and confirmations. The blob store below the index
+stores the bytes. All engine state is changed on one event loop, between awaits, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ class EngineStat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptPut:
-    """A put that is pinned for a recording. Its bytes do not change before `release`, even if the put is freed.
+    """A put that is pinned for a recording. The bytes do not change before `release`, even if the put is freed.
 
     Attributes:
-        record: layout of the tables and values. Its checksum is 0 unless the tables and values are in a file.
-        file: file that starts with the tables and values and is never modified. None if `parts` contains them.
+        record: layout of the tables and values. The record's checksum is 0 unless the tables and values are in a file.
+        file: unchanging file that begins with the tables and values, or None if `parts` contains the tables and values.
         parts: the tables and values, if they are in memory.
         blob: the pinned blob that contains the values.
     """
@@ -123,13 +123,14 @@ class KeptPut:
 
 
 class StorageEngine:
-    """Stores puts. Tracks which puts exist, and stores their bytes in the blob store of a backing.
+    """Keeps track of puts, and stores their bytes in the blob store of a backing.
 
-    A put is reserved, written, flushed and finished. It is confirmed after its commit, and expires if it is not
-    confirmed in time. Cells can be freed individually or all at once, and the put's memory shrinks accordingly.
+    A put is first reserved, then written, flushed and finished. The put is confirmed after its commit, and expires if
+    it is not confirmed in time. Cells can be freed individually or all at once, and the put's memory shrinks
+    accordingly.
 
-    Each put has an owner, which is the controller that commits it. Only the owner can confirm the put or report it as
-    unknown.
+    Each put has an owner, which is the controller that commits the put. Only the owner can confirm the put or report it
+    as unknown.
 
     A new engine contains the puts recovered by its backing. Confirmations are not persisted, so recovered puts are
     kept until their owner reports which of them it knows.
@@ -141,16 +142,19 @@ class StorageEngine:
         storage_id: name of this storage service.
         clock: time source for deadlines and expiry.
         boot_id: instance id of the engine whose puts are recovered. By default, a new id is generated.
-        backing: owns the blob store, and preserves puts beyond the process. By default, puts are lost with the process.
+        backing: object that owns the blob store and preserves puts beyond the process. By default, puts are lost with
+            the process.
         quota_of: engine with which this engine shares the quota and memory limit. By default, limits are not shared.
         memory_bytes: memory limit in bytes, excluding puts that are being received or read. Above the limit, the least
             recently used puts are removed from memory, provided that they have no freed cells and the mirror stores
-            copies. Reads fetch them again. The quota still covers all puts. By default, all puts stay in memory.
+            copies. Reads fetch removed puts again. The quota still covers all puts. By default, all puts stay in
+            memory.
 
     Attributes:
         puts: the complete puts by id.
         regions, memfds: stores for puts in memory shared with clients on this host.
-        boot_id: instance id, 16 random bytes. Puts stored under a different instance id no longer exist.
+        boot_id: instance id, which consists of 16 random bytes. Puts stored under a different instance id no longer
+            exist.
         run_id: 16 random bytes, generated for each engine.
         storage_id: name of this storage service.
         put_ttl_seconds: how long a complete put waits for its confirmation.
@@ -229,16 +233,17 @@ class StorageEngine:
                 aborted.
             columns: the put's columns, as validated by `decode_headers`.
             partition_id: partition of the put. The commit must name the same partition.
-            for_existing_rows: whether the put may use the reserved share. Its commit must then not create new rows.
-            deadline: when to stop waiting, on the engine's clock. None waits without a limit.
+            for_existing_rows: whether the put may use the reserved share. If so, the put's commit must not create new
+                rows.
+            deadline: when to stop waiting, on the engine's clock. None means no deadline.
             owner: controller that will commit the put.
             token: name of the producer's token, used to alternate between producers.
             store: store for the put's bytes, `regions` or `memfds`. Defaults to the backing's store.
 
         Raises:
             InvalidArgumentError: a msgpack row is empty, or the put already exists for another partition or owner.
-            QuotaExceededError: the put is larger than the quota, or no capacity became available by the deadline. Only
-                the error after a wait has `retry_after_seconds`.
+            QuotaExceededError: the put is larger than the quota, or no capacity became available by the deadline.
+                `retry_after_seconds` is set only if the call waited.
             DiskFullError: the disk is full.
             CallCancelledError: a retry of this put superseded this call while it was waiting.
         """
@@ -302,7 +307,7 @@ class StorageEngine:
         return self._backing.is_volatile
 
     def shared_store(self, *, is_own_user: bool) -> SharedStore:
-        """Return the store for puts shared with a client, which runs either as the service's user or another user."""
+        """Return the store for puts shared with a client that runs as the service's user or as another user."""
         return self.regions if is_own_user else self.memfds
 
     def _bound_pools(self) -> None:
@@ -316,13 +321,13 @@ class StorageEngine:
 
         Args:
             pending: a put whose bytes are fully written.
-            deadline: when to stop waiting for a mirror, on the engine's clock. None waits without a limit.
+            deadline: when to stop waiting for a mirror, on the engine's clock. None means no deadline.
 
         Raises:
             InvalidArgumentError: bytes are missing.
             CallCancelledError: a retry of this put superseded this call.
             UnavailableError: the bytes could not be written.
-            QuotaExceededError: the mirror lacked required copies at the deadline. The error has `retry_after_seconds`.
+            QuotaExceededError: the mirror lacked required copies at the deadline. The error sets `retry_after_seconds`.
         """
         await self._backing.flush(pending, deadline)
         pending.require_open()
@@ -411,7 +416,7 @@ class StorageEngine:
         return None if put is None else put.partition_id
 
     def delete_waiting(self, put_id: bytes) -> None:
-        """Drop a complete put whose commit was refused. Ignores puts that are confirmed or do not exist."""
+        """Drop a complete put whose commit was refused. Puts that are confirmed or do not exist are ignored."""
         if put_id in self.puts and self.puts.state_of(put_id) is PutState.WAITING:
             self._delete(put_id)
 
@@ -463,10 +468,9 @@ class StorageEngine:
             state.parts.append(some)
 
     def finish_reconciliation(self, state: Reconciliation) -> Iterator[None]:
-        """Drop the owner's confirmed puts that were not listed, in slices. Yields to let other tasks run.
+        """Drop the owner's confirmed puts that were not listed. Yield between slices so that other tasks can run.
 
-        Unlisted puts that were recovered start waiting for a commit, because they may have been uncommitted before the
-        restart.
+        Unlisted recovered puts start waiting for a commit, because they may have been uncommitted before the restart.
 
         Raises:
             CallCancelledError: another reconciliation has started.
@@ -528,7 +532,7 @@ class StorageEngine:
     # Freeing
 
     def trim(self) -> None:
-        """Return unused pooled memory to the operating system. Must be called regularly."""
+        """Return unused pooled memory to the operating system. Call this method regularly."""
         now = self._clock()
         self._spill()
         for store in (self._store, self.regions):
@@ -536,7 +540,7 @@ class StorageEngine:
         self._trimmed_at = now
 
     def free(self, cells: Sequence[PutCells]) -> None:
-        """Free cells. Ignores cells that do not exist."""
+        """Free cells. Cells that do not exist are ignored."""
         for some in cells:
             if some.is_whole:
                 self._note_freed(some.put_id)
@@ -609,7 +613,7 @@ class StorageEngine:
 
         Raises:
             PutNotFoundError: a put or one of its cells was freed or never existed.
-            FieldNotFoundError: a put never had the field.
+            FieldNotFoundError: a put has never had the requested field.
             InvalidArgumentError: rows are outside a put, row counts differ between fields, or a slice is invalid.
             DataLossError: the bytes of a put are damaged.
         """
@@ -746,7 +750,7 @@ class StorageEngine:
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
-        """Damaged puts, each with a reason. Puts that have not been verified since the start may be damaged too."""
+        """Damaged puts, each with a reason. Puts not yet verified since startup may also be damaged."""
         return self._backing.damaged
 
     # Helpers
@@ -794,7 +798,7 @@ class StorageEngine:
     # Compaction
 
     def _note_hole(self, put_id: bytes) -> None:
-        """Schedule compaction of a put, either now if it is mostly dead or as soon as puts wait for capacity."""
+        """Schedule a put for compaction, either now if it is mostly dead or once other puts wait for capacity."""
         put = self.puts[put_id]
         if put.dead_bytes() * 8 < put.values.charge:
             return
@@ -817,7 +821,7 @@ class StorageEngine:
     def _end_compaction(self, compaction: asyncio.Task[None]) -> None:
         self._compaction = None
         if not compaction.cancelled() and (error := compaction.exception()) is not None:
-            _log.error(LogMessage("compaction of puts failed", error=error), exc_info=error)
+            _log.error(LogMessage("could not compact puts", error=error), exc_info=error)
         self._start_compaction()  # compact puts that became due after the last check
 
     def _give_up_move(self) -> None:
@@ -841,8 +845,8 @@ class StorageEngine:
     async def _compact(self, put_id: bytes, put: StoredPut) -> None:
         """Move the live cells of a put to a smaller blob if possible. The put may be read and freed concurrently.
 
-        A thread copies the cells. Cells freed during the copy are freed immediately in the old blob. They are freed in
-        the new blob after the copy.
+        A thread copies the cells. Cells freed during the copy are freed immediately in the old blob, and in the new
+        blob after the copy.
         """
         move = self._move = Move(put_id, put)
         old, blob = put.values, None

@@ -1,16 +1,16 @@
-"""Columns in wire and storage format, including their dtypes, bytes, row layout, validation, and frames.
+"""The wire and storage format of columns: dtypes, bytes, row layout, validation, and frames.
 
-A column's values are the bytes of all its rows, concatenated. A dense column consists of values only. A jagged column
-also contains extents, which specify the size of each row in each ragged dimension. In an object column, the extents are
-the row sizes in bytes. If an object column contains rows in several encodings, each row has a second extent, which
-identifies the encoding of that row.
+A column's values are the bytes of all its rows, concatenated. A dense column contains only values. A jagged column also
+contains extents, which specify the size of each row in each ragged dimension. In an object column, the extents are the
+row sizes in bytes. If an object column contains rows in several encodings, each row has a second extent, which
+identifies the encoding of the row.
 
-Encoding never imports torch. A process that has not imported torch cannot have tensors to encode.
+Encoding never imports torch, because a process that has not imported torch cannot have tensors to encode.
 
 The Python protobuf library copies each field twice. A message with a single field consists of a tag, the length as a
 varint, and the bytes. This module writes single-field messages with only one copy, and reads frames without copying.
 The protobuf library handles headers and messages with an unusual encoding. If a deserializer raises an exception, gRPC
-reports INTERNAL without a message. Decoders therefore return `Garbled` instead of raising.
+reports INTERNAL without a message. Decoders therefore return `Garbled` instead of raising an exception.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ _NUMPY_NAMES: Final = frozenset({
 
 
 def loaded_torch() -> ModuleType | None:
-    """Return torch if this process has imported it, otherwise None. Without torch, no value can be a tensor."""
+    """Return torch if this process has imported it, otherwise None.
+
+    A process that has not imported torch cannot have tensors.
+    """
     torch = sys.modules.get("torch")
     # While another thread is importing torch, the module lacks the Tensor attribute, and no tensor can exist yet.
     return torch if hasattr(torch, "Tensor") else None
@@ -77,7 +80,7 @@ def is_on_device(tensor: Any) -> bool:
 
 
 def subclass_problem(tensor: Any) -> str:
-    """Return why a tensor's values cannot be read, or an empty string if they can be read.
+    """Return the reason why a tensor's values cannot be read, or an empty string if they can be read.
 
     A subclass that implements `__torch_dispatch__` wraps another tensor, which contains the bytes.
     """
@@ -86,14 +89,14 @@ def subclass_problem(tensor: Any) -> str:
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or tensor.is_nested:
         return ""
     if hasattr(tensor, "full_tensor"):
-        return "a DTensor, whose values are distributed; call full_tensor() on all its ranks and put the result"
+        return "a DTensor, whose values are distributed; call full_tensor() on all of its ranks, and put the result"
     if kind.__name__ == "FakeTensor":
-        return "a FakeTensor, which has no values; put a real tensor"
-    return f"a {kind.__qualname__}, which wraps its values; put the plain tensor that it wraps"
+        return "a FakeTensor, which has no values; put a real tensor instead"
+    return f"a {kind.__qualname__}, which wraps another tensor; put the wrapped tensor instead"
 
 
 def dtype_name(dtype: Any, what: str) -> str:
-    """Return the name of a torch or numpy dtype, regardless of byte order. Error messages start with `what`.
+    """Return the name of a torch or numpy dtype, ignoring the byte order. Error messages start with `what`.
 
     Raises:
         InvalidArgumentError: the dtype cannot be stored, because it is quantized, smaller than a byte, or not numeric.
@@ -101,19 +104,20 @@ def dtype_name(dtype: Any, what: str) -> str:
     name = _name_of(dtype)
     if name not in DTYPE_SIZES:
         raise InvalidArgumentError(
-            f"{what} has dtype {name!r}, which cannot be stored; convert it to one of {', '.join(sorted(DTYPE_SIZES))}"
+            f"{what} has dtype {name!r}, which cannot be stored; convert the values to one of "
+            f"{', '.join(sorted(DTYPE_SIZES))}"
         )
     return name
 
 
 @cache
 def _name_of(dtype: Any) -> str:
-    """Return the name of a dtype. The name is cached, because numpy computes it slowly."""
+    """Return the name of a dtype. Names are cached, because numpy computes them slowly."""
     return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def tensor_bytes(tensor: Any) -> memoryview:
-    """Return a tensor's values as bytes in row-major order. A contiguous CPU tensor is not copied."""
+    """Return a tensor's values as bytes in row-major order. Contiguous CPU tensors are not copied."""
     if is_on_device(tensor):
         return copied(DeviceBytes.of(tensor))
     plain = tensor.detach()
@@ -129,12 +133,12 @@ def tensor_bytes(tensor: Any) -> memoryview:
 
 
 def on_cpu(tensor: Any) -> Any:
-    """Return a tensor on the CPU, detached from its gradient."""
+    """Return a tensor on the CPU, detached from the autograd graph."""
     return to_cpu(tensor) if is_on_device(tensor) else tensor.detach().cpu()
 
 
 def array_bytes(array: NDArray[Any]) -> memoryview:
-    """Return an array's values as little-endian bytes in row-major order, without a copy if possible."""
+    """Return an array's values as little-endian bytes in row-major order, without copying if possible."""
     plain = np.ascontiguousarray(array)
     if plain.dtype.byteorder == ">" or (plain.dtype.byteorder == "=" and sys.byteorder == "big"):
         plain = plain.astype(plain.dtype.newbyteorder("<"))
@@ -144,7 +148,7 @@ def array_bytes(array: NDArray[Any]) -> memoryview:
 
 
 def make_values(values: Any, dtype: str, shape: tuple[int, ...], *, as_torch: bool) -> Any:
-    """Build a tensor or numpy array from bytes, without a copy unless the bytes are read-only or unaligned.
+    """Build a tensor or numpy array from bytes, without copying unless the bytes are read-only or unaligned.
 
     Args:
         values: a byte array or, for a result on a device, a byte tensor on that device.
@@ -153,7 +157,7 @@ def make_values(values: Any, dtype: str, shape: tuple[int, ...], *, as_torch: bo
         as_torch: whether to return a tensor instead of an array.
 
     Raises:
-        InvalidArgumentError: the dtype does not exist in numpy, or does not exist in this version of torch.
+        InvalidArgumentError: the dtype does not exist in numpy or in this version of torch.
     """
     if not isinstance(values, np.ndarray):
         return values.view(_torch_dtype(dtype)).reshape(shape)
@@ -162,7 +166,7 @@ def make_values(values: Any, dtype: str, shape: tuple[int, ...], *, as_torch: bo
     if not as_torch:
         if dtype not in _NUMPY_NAMES:
             raise InvalidArgumentError(
-                f"dtype {dtype!r} exists only in torch, which is not in use; install tq-service[data] to read it"
+                f"dtype {dtype!r} exists only in torch, which is not in use. Install tq-service[data] to read the field"
             )
         return values.view(dtype).reshape(shape)
     import torch  # noqa: PLC0415  (torch is optional and slow to import)
@@ -178,14 +182,16 @@ def _torch_dtype(name: str) -> Any:
 
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"dtype {name!r} does not exist in torch {torch.__version__}; update torch")
+        raise InvalidArgumentError(
+            f"dtype {name!r} does not exist in torch {torch.__version__}; install a newer version of torch"
+        )
     return dtype
 
 
 Extents = NDArray[np.int64]
 
 MAX_ROWS: Final = 1 << 24
-"""Maximum number of rows per put or get. Limits the memory that a receiver allocates on the basis of a header alone."""
+"""Maximum number of rows per put or get. This limits the memory that a receiver allocates based on a header alone."""
 
 _MAX_BYTES: Final = 1 << 60
 _MAX_DIMS: Final = 64
@@ -195,18 +201,19 @@ _ENCODINGS: Final = [ENCODINGS.encode(encoding) for encoding in Encoding]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ColumnShape:
-    """A column's layout, which determines how the column's bytes are divided into rows.
+    """The layout of a column, which determines how the column's bytes are divided into rows.
 
     Attributes:
         spec: the column's spec, with dtype, layout and row shape set. The encoding is None if the column contains
             objects in several encodings.
         row_count: number of rows in the column.
-        extents: for jagged columns, the size of each row in each ragged dimension, of shape `(n, ragged dims)`. For
-            object columns, the size of each row in bytes, of shape `(n, 1)`. If the objects are in several encodings,
-            the shape is `(n, 2)`, and the second column identifies each row's encoding. None for dense columns.
+        extents: for jagged columns, an array of shape `(n, ragged dims)` with the size of each row in each ragged
+            dimension. For object columns, an array of shape `(n, 1)` with the size of each row in bytes. If the objects
+            have several encodings, the shape is `(n, 2)`, and the second column identifies each row's encoding. None
+            for dense columns.
         value_bytes: total size of all rows in bytes.
-        whole_lengths: size of each complete row in dimension 0, of shape `(n,)`, if a get requested parts of rows.
-            Otherwise None.
+        whole_lengths: array of shape `(n,)` with the size of each complete row in dimension 0, if a get requested only
+            parts of rows. Otherwise None.
     """
 
     spec: FieldSpec
@@ -216,7 +223,7 @@ class ColumnShape:
     whole_lengths: NDArray[np.int64] | None = None
 
     def row_bytes(self) -> NDArray[np.int64]:
-        """Return the size of each row in bytes, of shape `(n,)`."""
+        """Return the size of each row in bytes, as an array of shape `(n,)`."""
         if self.extents is None:
             return np.full(self.row_count, fixed_row_bytes(self.spec) or 0, np.int64)
         is_plain = self.extents.shape[1] == 1 or self.spec.layout is Layout.OBJECT
@@ -224,21 +231,21 @@ class ColumnShape:
         return np.asarray(elements * _fixed_part(self.spec), dtype=np.int64)
 
     def row_offsets(self) -> NDArray[np.int64]:
-        """Return each row's offset in the column's values, followed by the total size, of shape `(n + 1,)`."""
+        """Return each row's offset in the column's values, and then the total size; the shape is `(n + 1,)`."""
         return offsets_of(self.row_bytes())
 
     def validate(self) -> None:
         """Validate the spec, the extents and the sizes, and check that they are consistent.
 
         Raises:
-            InvalidArgumentError: a size is negative or too large, the extents are missing, or they do not add up to
-                `value_bytes`.
+            InvalidArgumentError: a size is negative or too large, the extents are missing, or the extents do not add up
+                to `value_bytes`.
         """
         spec = self.spec
         _validate_spec(spec)
         check_range("row_count", self.row_count, 1, MAX_ROWS, "; split larger puts")
         if not 0 <= self.value_bytes <= _MAX_BYTES:
-            raise _wrong_column(spec, "value_bytes", f"has value_bytes {self.value_bytes}, expected 0 to {_MAX_BYTES}")
+            raise _wrong_column(spec, "value_bytes", f"has value_bytes {self.value_bytes}; expected 0 to {_MAX_BYTES}")
         if self.extents is not None:
             self._validate_extents(self.extents)
         elif extent_count(spec):
@@ -248,7 +255,7 @@ class ColumnShape:
             raise _wrong_column(
                 spec,
                 "value_bytes",
-                f"has value_bytes {self.value_bytes}, but its rows take {expected} bytes; declare the size of the rows",
+                f"has value_bytes {self.value_bytes}; expected {expected}, the total size of the rows",
             )
 
     def _validate_extents(self, sizes: Extents) -> None:
@@ -257,10 +264,10 @@ class ColumnShape:
             raise _wrong_column(
                 self.spec,
                 "extents",
-                f"has extents of shape {list(sizes.shape)}, expected {list(shape)}, or no extents",
+                f"has extents of shape {list(sizes.shape)}; expected {list(shape)}, or no extents",
             )
         if int(sizes.min()) < 0:
-            raise _wrong_column(self.spec, "extents", "has a negative extent; all extents must be 0 or more")
+            raise _wrong_column(self.spec, "extents", "has a negative extent; expected extents of at least 0")
         if self.spec.layout is Layout.OBJECT:
             if not np.isin(sizes[:, 1:], _ENCODINGS).all():
                 known = ", ".join(map(str, _ENCODINGS))
@@ -277,10 +284,10 @@ class ColumnShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SourceColumn(ColumnShape):
-    """A column in a put, with its bytes, which may be on a device.
+    """A column of a put with its bytes, which may be stored on a device.
 
     Attributes:
-        chunks: the values' bytes in row order, as views of the caller's tensors where possible. Call `on_host` to copy
+        chunks: bytes of the values in row order, as views of the caller's tensors if possible. Call `on_host` to copy
             chunks from a device to the host.
     """
 
@@ -295,7 +302,7 @@ class Column(SourceColumn):
 
 
 def stacked(parts: Sequence[Sequence[SourceColumn]]) -> list[Column]:
-    """Combine the columns of several puts into the columns of a single put, copying the bytes.
+    """Combine the columns of several puts into the columns of a single put. The bytes are copied.
 
     The specs of a field must be equal, except for the row shapes of dense columns. If the row shapes differ, the
     resulting column is jagged.
@@ -335,7 +342,7 @@ def is_on_host(columns: Sequence[SourceColumn]) -> TypeGuard[Sequence[Column]]:
 
 
 def columns_on_host(columns: Sequence[SourceColumn]) -> list[Column]:
-    """Return the columns with all bytes on the host. Blocks until the bytes have been copied from devices."""
+    """Return the columns with all bytes on the host. This call blocks until the bytes have been copied from devices."""
     return [
         Column(
             spec=column.spec,
@@ -349,7 +356,7 @@ def columns_on_host(columns: Sequence[SourceColumn]) -> list[Column]:
 
 
 def columns_digest(columns: Sequence[ColumnShape]) -> bytes:
-    """Return a 16-byte hash of the columns' headers. The hash does not cover the values."""
+    """Return a 16-byte hash of the columns' headers, which does not cover the values."""
     digest = xxh3_128()
     for column in columns:
         spec = column.spec
@@ -370,10 +377,10 @@ def _wrong_column(spec: FieldSpec, field: str, problem: str) -> InvalidArgumentE
 def _validate_spec(spec: FieldSpec) -> None:
     shape = spec.row_shape
     if spec.layout in (None, Layout.AUTO):
-        raise _wrong_column(spec, "layout", "has no layout; each column in a put or get is dense, jagged or object")
+        raise _wrong_column(spec, "layout", "has no layout; expected dense, jagged or object")
     if shape is None:
         raise _wrong_column(
-            spec, "row_shape_known", "does not set row_shape_known; columns in a put or get must set it and row_shape"
+            spec, "row_shape_known", "does not set row_shape_known; set it together with row_shape in each column"
         )
     if spec.layout is Layout.OBJECT:
         if spec.dtype or shape:
@@ -389,37 +396,37 @@ def _validate_spec(spec: FieldSpec) -> None:
         raise _wrong_column(
             spec,
             "row_shape",
-            f"has an invalid row shape; expected at most {_MAX_DIMS} sizes of 0 or more, or -1 for ragged dimensions "
-            "of jagged fields",
+            f"has an invalid row shape; expected at most {_MAX_DIMS} sizes, each at least 0, or -1 for a ragged "
+            "dimension of a jagged field",
         )
     if spec.layout is Layout.JAGGED and not spec.ragged_dims:
-        raise _wrong_column(spec, "row_shape", "is jagged but has no ragged dimension; set one dimension to -1")
+        raise _wrong_column(spec, "row_shape", "is jagged, but has no ragged dimension; set one size to -1")
     if _fixed_part(spec) > _MAX_BYTES:
-        raise _wrong_column(spec, "row_shape", f"has rows of more than {_MAX_BYTES} bytes")
+        raise _wrong_column(spec, "row_shape", f"has rows of more than {_MAX_BYTES} bytes; use smaller rows")
 
 
 @lru_cache(maxsize=1024)
 def _fixed_part(spec: FieldSpec) -> int:
-    """Return the size of a row in bytes, assuming that each ragged dimension has size 1."""
+    """Return the size of a row in bytes if every ragged dimension has size 1."""
     return math.prod(size for size in spec.row_shape or () if size >= 0) * spec.itemsize
 
 
 def offsets_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the offset of each row when rows of the given sizes are concatenated, followed by the total size."""
+    """Return the offset of each row in a concatenation of rows with the given sizes, followed by the total size."""
     offsets = np.zeros(sizes.size + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
 
 
 def extent_count(spec: FieldSpec) -> int:
-    """Return the number of extents per row: 0 for dense rows, 1 for objects, 2 for objects in several encodings."""
+    """Return the number of extents per row: 0 for dense rows, 1 for objects, or 2 for objects in several encodings."""
     if spec.layout is Layout.OBJECT:
         return 1 if spec.encoding is not None else 2
     return len(spec.ragged_dims)
 
 
 def fixed_row_bytes(spec: FieldSpec) -> int | None:
-    """Return the row size of a dense field in bytes, or None if row sizes may differ."""
+    """Return the row size of a dense field in bytes, or None if the sizes of rows may differ."""
     return _fixed_part(spec) if spec.layout is Layout.DENSE else None
 
 
@@ -435,7 +442,7 @@ def encode_header(column: ColumnShape) -> metadata_pb2.ColumnHeader:
 
 
 def put_header(put_id: bytes, columns: Sequence[ColumnShape], **more: Any) -> PutHeader:
-    """Build the header of a put with the given columns. `more` sets additional header fields, such as the partition."""
+    """Build the header of a put with the given columns. `more` adds further header fields, such as the partition."""
     return PutHeader(
         put_id=put_id,
         row_count=columns[0].row_count,
@@ -459,7 +466,7 @@ def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnS
         raise _wrong_column(
             spec,
             "extents",
-            f"has {len(data)} bytes of extents, expected {row_count * width * 8} for {row_count} rows",
+            f"has {len(data)} bytes of extents; expected {row_count * width * 8} for {row_count} rows",
         )
     extents = None
     if width and row_count:
@@ -482,7 +489,7 @@ def _decode_whole_lengths(spec: FieldSpec, data: bytes, row_count: int) -> NDArr
         raise _wrong_column(
             spec,
             "whole_lengths",
-            f"has {len(data)} bytes of whole lengths, expected {row_count * 8} for {row_count} rows, or none",
+            f"has {len(data)} bytes of whole lengths; expected {row_count * 8} for {row_count} rows, or 0",
         )
     return np.frombuffer(data, "<i8").astype(np.int64, copy=False)
 
@@ -500,22 +507,22 @@ def decode_headers(
         spec = message.spec
         if spec.layout == _OBJECT and not spec.encoding and not of_get:
             raise InvalidArgumentError(
-                f"field {spec.name!r} has objects without an encoding; set the encoding in each column of a put, to "
+                f"field {spec.name!r} has objects without an encoding; set the encoding in each column of a put to "
                 f"one of {', '.join(Encoding)}",
                 field="encoding",
                 metadata={"field_name": spec.name},
             )
         if spec.write_once:
             raise InvalidArgumentError(
-                f"field {spec.name!r} has write_once set in a column of a put; set it only when declaring the field "
-                "with CreatePartition",
+                f"field {spec.name!r} has write_once set in a column of a put; set write_once only when declaring the "
+                "field with CreatePartition",
                 field="write_once",
                 metadata={"field_name": spec.name},
             )
         if spec.scope:
             raise InvalidArgumentError(
-                f"field {spec.name!r} has a scope in a column of a put; set it only when declaring the field with "
-                "CreatePartition",
+                f"field {spec.name!r} has a scope in a column of a put; set the scope only when declaring the field "
+                "with CreatePartition",
                 field="scope",
                 metadata={"field_name": spec.name},
             )
@@ -532,10 +539,11 @@ def decode_headers(
 
 
 def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
-    """Return a spec that covers a field's rows from several puts. Dimensions in which the sizes differ become ragged.
+    """Return a spec that covers a field's rows from several puts. Dimensions with different sizes become ragged.
 
     If the puts contain objects in several encodings, the encoding of the result is None. Dense rows become jagged when
-    combined with jagged rows or with dense rows of another shape. This can happen only in fields declared as jagged.
+    they are combined with jagged rows or with dense rows of another shape. Such combinations can occur only in fields
+    declared as jagged.
 
     Raises:
         FieldMismatchError: the dtypes or numbers of dimensions differ, or tensors are combined with objects.
@@ -552,7 +560,7 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
     if one.dtype != other.dtype or not is_one_kind or len(left) != len(right):
         raise FieldMismatchError(
             f"field {one.name!r} is {one.describe()} in one put and {other.describe()} in another; put "
-            "values of one kind only",
+            "values of only one kind",
             field="runs",
             metadata={"field_name": one.name, "got": other.describe(), "expected": one.describe()},
         )
@@ -584,14 +592,14 @@ def row_shapes(spec: FieldSpec, extents: Extents | None, row_count: int) -> NDAr
 
 
 def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_count: int) -> Extents | None:
-    """Convert the extents of rows to another spec that also covers the rows.
+    """Convert the extents of rows from one spec to another spec that also covers these rows.
 
     Args:
         other: the target spec, which may have additional ragged dimensions or lack an encoding because it covers
             several puts.
         spec: spec of the rows when they were put.
-        extents: extents of the rows according to `spec`, of shape `(row_count, extents per row)`. None if `spec` is
-            dense.
+        extents: extents of the rows according to `spec`, as an array of shape `(row_count, extents per row)`. None if
+            `spec` is dense.
         row_count: number of rows.
     """
     if extents is not None and extent_count(other) > extent_count(spec) and spec.layout is Layout.OBJECT:
@@ -604,44 +612,44 @@ def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_c
 DEFAULT_FRAME_BYTES: Final = 2 << 20
 
 MOST_FRAME_PARTS: Final = 4096
-"""Maximum number of chunks per frame. Joining this many chunks takes a few milliseconds, regardless of their size."""
+"""Maximum number of chunks per frame. Joining this number of chunks takes a few milliseconds, whatever their size."""
 
 SEND_AS_KEY: Final = "tq-send-as"
-"""Key of the initial metadata in which a storage service requests the bytes of a put for which capacity is available.
+"""Key of the initial metadata that a storage service sends to request the bytes of a put once it has capacity.
 
 The value specifies how the client must send the bytes.
 """
 
 SEND_AS_FRAMES: Final = "frames"
-"""Value of `SEND_AS_KEY`: the bytes are sent in frames."""
+"""Value of `SEND_AS_KEY` that requests the bytes in frames."""
 
 SEND_AS_BULK: Final = "bulk"
-"""Value of `SEND_AS_KEY`: the bytes are sent over bulk connections, using the ticket in `TICKET_KEY`."""
+"""Value of `SEND_AS_KEY` that requests the bytes over bulk connections, with the ticket in `TICKET_KEY`."""
 
 TICKET_KEY: Final = "tq-ticket-bin"
-"""Key of the initial metadata that contains the `BulkTicket` of a put."""
+"""Key of the initial metadata value that contains the `BulkTicket` of a put."""
 
 BULK_BYTES: Final = 2 << 20
-"""Minimum size in bytes of a put or get to use bulk connections. Frames are just as fast for smaller requests."""
+"""Minimum size in bytes of puts and gets that use bulk connections. Frames are just as fast for smaller requests."""
 
 SEND_AS_REGION: Final = "region"
-"""Value of `SEND_AS_KEY`: the bytes are written to a shared-memory region that the service offers over the session."""
+"""Value of `SEND_AS_KEY` that requests the bytes in a shared-memory region offered over the session."""
 
 REGION_KEY: Final = "tq-region-bin"
-"""Key of the initial metadata that contains the `RegionOffer` of a put."""
+"""Key of the initial metadata value that contains the `RegionOffer` of a put."""
 
 SEND_AS_FD: Final = "fd"
-"""Value of `SEND_AS_KEY`: the bytes are sent as a sealed memory file, over the session named in the put's header."""
+"""Value of `SEND_AS_KEY` that requests the bytes as a sealed memory file over the session in the put's header."""
 
 INLINE_BYTES: Final = 256 << 10
 """Maximum size in bytes of a put or get sent in a single message (PutInline, GetInline) instead of a stream.
 
-Requests that use shared memory are exempt. While an inline put waits for capacity, its bytes do not count towards the
-quota. Their total size is limited by `WAITING_BYTES`.
+Requests that use shared memory are exempt. While an inline put waits for capacity, its bytes do not count toward the
+quota. `WAITING_BYTES` limits the total size of waiting inline puts.
 """
 
 WAITING_BYTES: Final = "waiting_bytes"
-"""Value of `limit_name` in the error for a call that may not wait, because waiting requests use too much memory."""
+"""Value of `limit_name` in the error for a call that may not wait because waiting requests use too much memory."""
 
 # Slightly below glibc's largest dynamic mmap threshold (32 MiB).
 _LARGEST_THRESHOLD_BYTES: Final = (32 << 20) - (64 << 10)
@@ -660,7 +668,7 @@ class Garbled:
 
 
 def encode_part(part: PutHeader | GetHeader | FrameParts | bytes) -> bytes:
-    """Serialize a message of a put or get stream: a header, the parts of a frame, or already serialized bytes."""
+    """Serialize a message of a put or get stream: a header, the parts of a frame, or previously serialized bytes."""
     if isinstance(part, bytes):
         return part
     tag = _FRAME_TAG
@@ -680,7 +688,7 @@ def _decode(kind: type[PutRequest] | type[GetResponse], data: bytes) -> Any:
         return Garbled(f"a message of {len(data)} bytes is not a {name}: {error}")
     match message.WhichOneof("part"):
         case None:
-            return Garbled(f"a {name} is empty; it must contain a header or a frame")
+            return Garbled(f"a {name} is empty; expected a header or a frame")
         case "frame":
             return memoryview(message.frame)
         case part:
@@ -688,24 +696,25 @@ def _decode(kind: type[PutRequest] | type[GetResponse], data: bytes) -> Any:
 
 
 decode_put_request: Final[Callable[[bytes], PutHeader | memoryview | Garbled]] = partial(_decode, PutRequest)
-"""Deserialize a message from a put stream. Returns a header, a view of a frame, or `Garbled`."""
+"""Function that deserializes a message of a put stream, and returns a header, a view of a frame, or `Garbled`."""
 
 decode_get_response: Final[Callable[[bytes], GetHeader | memoryview | Garbled]] = partial(_decode, GetResponse)
-"""Deserialize a message from a get stream. Returns a header, a view of a frame, or `Garbled`."""
+"""Function that deserializes a message of a get stream, and returns a header, a view of a frame, or `Garbled`."""
 
 
 def iter_frames(
     chunks: Iterable[C], frame_bytes: int = DEFAULT_FRAME_BYTES, most_parts: int | None = MOST_FRAME_PARTS
 ) -> Iterator[list[C]]:
-    """Arrange chunks into frames of `frame_bytes` bytes, splitting large chunks and combining small chunks.
+    """Arrange chunks into frames of `frame_bytes` bytes by splitting large chunks and combining small chunks.
 
     Args:
-        chunks: the bytes to send, in order.
+        chunks: bytes to send, in order.
         frame_bytes: size of each frame in bytes. The last frame may be smaller.
-        most_parts: maximum number of chunks per frame. Frames that reach this limit are smaller. None: no limit.
+        most_parts: maximum number of chunks per frame. Frames that reach this limit contain fewer bytes. None means no
+            limit.
 
     Yields:
-        The parts of a frame, for `encode_part`. Frames are never empty.
+        The parts of each frame, for use with `encode_part`. Frames are never empty.
     """
     if frame_bytes <= 0:
         raise InvalidArgumentError(f"frame_bytes is {frame_bytes}; expected at least 1", field="frame_bytes")
@@ -730,11 +739,11 @@ def iter_frames(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScatteredRows:
-    """Memory for a column whose rows are scattered over a buffer.
+    """Memory for a column whose rows are scattered across a buffer.
 
     Attributes:
         buffer: memory that contains the rows.
-        views: the non-empty parts of the buffer that contain the column's bytes, in order.
+        views: non-empty parts of the buffer that contain the column's bytes, in order.
     """
 
     buffer: Bytes
@@ -742,16 +751,16 @@ class ScatteredRows:
 
 
 class ColumnReceiver:
-    """Copies the frames received for a get into one buffer per column.
+    """A receiver that copies the frames of a get into one buffer per column.
 
     Each column has its own aligned buffer, which is freed together with the column's tensor.
 
     Args:
-        columns: the columns that the frames contain.
-        buffers: memory to fill for each column, which tensors then share. None: allocate new memory.
+        columns: columns that the frames contain.
+        buffers: memory to fill for each column, which the resulting tensors share. If None, new memory is allocated.
 
     Attributes:
-        views: views of the buffers, in filling order.
+        views: views of the buffers, in the order of filling.
     """
 
     def __init__(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes | ScatteredRows] | None = None) -> None:
@@ -774,7 +783,7 @@ class ColumnReceiver:
         start = 0
         while start < len(frame):
             if self._current == len(self.views):
-                raise InvalidArgumentError("the stream has more bytes than its header declared", field="frame")
+                raise InvalidArgumentError("the stream contains more bytes than its header declared", field="frame")
             target = self.views[self._current]
             size = min(len(frame) - start, len(target) - self._filled)
             target[self._filled : self._filled + size] = frame[start : start + size]
@@ -784,7 +793,7 @@ class ColumnReceiver:
                 self._current, self._filled = self._current + 1, 0
 
     def end_filling(self) -> None:
-        """Mark all buffers as filled. Call this if the data did not arrive in frames."""
+        """Mark all buffers as filled. Call this method if the data did not arrive in frames."""
         self._current = len(self.views)
 
     def write_all(self, frames: Iterable[memoryview]) -> None:
@@ -793,7 +802,7 @@ class ColumnReceiver:
             self.write(frame)
 
     def finish(self) -> Sequence[Bytes]:
-        """Return the filled buffer of each column, in order. For scattered rows, this is the buffer that contains them.
+        """Return the filled buffer of each column, in order. For scattered rows, return the entire buffer.
 
         Raises:
             InvalidArgumentError: frames are missing.
@@ -801,13 +810,13 @@ class ColumnReceiver:
         if self._current < len(self.views):
             missing = sum(map(len, self.views[self._current :])) - self._filled
             raise InvalidArgumentError(
-                f"the stream ended {missing} bytes before the size that its header declared", field="frame"
+                f"the stream ended {missing} bytes short of the size declared in its header", field="frame"
             )
         return [buffer.buffer if isinstance(buffer, ScatteredRows) else buffer for buffer in self._buffers]
 
 
 def _plain_frame(data: bytes) -> memoryview | None:
-    """Return the frame if the message contains nothing else, or None if the protobuf library must decode it."""
+    """Return the frame if a message contains only a frame, or None if the protobuf library must decode the message."""
     if not data or data[0] != _FRAME_TAG:
         return None
     length = 0
@@ -821,12 +830,13 @@ def _plain_frame(data: bytes) -> memoryview | None:
 
 @cache
 def keep_frame_buffers() -> None:
-    """Raise glibc's mmap threshold for this process, once. Has no effect with other C libraries.
+    """Raise glibc's mmap threshold for this process, once. This call has no effect with other C libraries.
 
     glibc allocates each block above the threshold with a new mapping, and mapping fresh pages costs more than copying
-    data into them. When a mapped block is freed, glibc raises the threshold to the block's size (`M_MMAP_THRESHOLD` in
-    mallopt(3)). It is therefore sufficient to free one untouched block of 32 MiB. In measurements, get throughput
-    increased from 0.7 to 1.3 GB/s, and asyncio clients that only put data needed only half the CPU time.
+    data into these pages. When a mapped block is freed, glibc raises the threshold to the block's size
+    (`M_MMAP_THRESHOLD` in mallopt(3)). It is therefore sufficient to free one untouched block of 32 MiB. In
+    measurements, get throughput increased from 0.7 to 1.3 GB/s, and asyncio clients that only put data needed only half
+    the CPU time.
     """
     block = bytes(_LARGEST_THRESHOLD_BYTES)
     del block

@@ -1,11 +1,11 @@
-"""Connections to a service: channel options, client credentials, and the choice of a controller.
+"""Connections to a service: channel options, client credentials, and the selection of a controller.
 
-Clients authenticate with a bearer token over TLS. Services also use tokens and TLS to authenticate to each other.
+Clients authenticate with a bearer token over TLS. Services also authenticate to each other with tokens and TLS.
 
 A large request is split into several messages within one call. Messages are small, so only a few bytes are in flight to
-a service at a time. If the first request of a call has at least `PART_BYTES` bytes when serialized, it is split into
-parts of exactly this size. The last part is smaller and may be empty. The service joins the parts before it executes
-the request. A request is therefore executed completely or not at all.
+a service at a time. If the first request of a call has at least `PART_BYTES` bytes when serialized, the request is
+split into parts of exactly this size. The last part is smaller and may be empty. The service joins the parts before it
+executes the request. A request is therefore executed either completely or not at all.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _OF_CLUSTER: Final[dict[str, Any]] = {
 }
 
 CONTROLLER_CONNECTION_SECONDS: Final = 30
-"""Time in seconds during which a controller in a cluster accepts new calls on a connection. Calls in flight continue.
+"""Number of seconds for which a controller in a cluster accepts new calls on a connection. Calls in flight continue.
 
 Some clients connect to a cluster through a load balancer that routes to the leader. The time limit makes these clients
-reconnect, and thereby reach the current leader.
+reconnect and thereby reach the current leader.
 """
 
 
@@ -67,7 +67,7 @@ def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any]
     """Return the options for a channel to a controller in a cluster.
 
     With these options, the client detects a paused or disconnected controller before the controller's lease ends. Calls
-    that are waiting on this controller then move to the next controller.
+    waiting on this controller then move to the next controller.
     """
     return tuple((dict(options) | _OF_CLUSTER).items())  # gRPC uses the first of duplicate options
 
@@ -75,16 +75,16 @@ def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any]
 CLUSTER_OPTIONS: Final = cluster_options(CONNECTION_OPTIONS)
 
 STREAM_WINDOW_BYTES: Final = 16 << 10
-"""Maximum number of bytes that a client may send before the service reads them."""
+"""Maximum number of unread bytes that a client may send to the service."""
 
 PART_BYTES: Final = 2 << 20
-"""Size in bytes of each part except the last. If a call's first message has at least this size, more parts follow."""
+"""Size in bytes of each part except the last. If the first message of a call has at least this size, parts follow."""
 
 MAX_REQUEST_BYTES: Final = 64 << 20
 """Maximum size of a request in bytes, including all parts."""
 
 MOST_BATCHED_CALLS: Final = 256
-"""Maximum number of unanswered calls in a `CallMany` stream, and maximum number of calls per message in the stream."""
+"""Maximum number of unanswered calls in a `CallMany` stream, and maximum number of calls per message of the stream."""
 
 MOST_BATCHED_REQUEST_BYTES: Final = 16 << 10
 """Maximum size in bytes of the request in a batched call. Larger requests are sent as separate calls."""
@@ -121,7 +121,7 @@ TOKEN_KEY: Final = "authorization"  # noqa: S105  (a name)
 TOKEN_SCHEME: Final = "Bearer "  # noqa: S105  (a name)
 
 Role: TypeAlias = Literal["read", "produce", "consume", "admin", "service"]
-"""Role of a token, which determines the token's permissions."""
+"""Role of a token, which determines the permissions of the token."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 _REREAD_SECONDS: Final = 1.0
@@ -131,11 +131,11 @@ Signature: TypeAlias = "tuple[tuple[int, int, int] | None, ...]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """PEM files with which a client connects to a service over TLS.
+    """PEM files that a client uses to connect to a service over TLS.
 
     Attributes:
-        ca: certificates of the authorities that may sign the service's certificate. None: gRPC's defaults.
-        cert: the client's certificate and its chain, for services that require a client certificate (mTLS).
+        ca: certificates of the authorities that may sign the service's certificate. If None, gRPC's defaults are used.
+        cert: certificate of the client and its chain, for services that require client certificates (mTLS).
         key: private key of `cert`, without a passphrase.
     """
 
@@ -145,7 +145,7 @@ class Tls:
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
-            raise InvalidArgumentError("got only one of cert and key; set both or neither", field="tls")
+            raise InvalidArgumentError("only one of cert and key is set; set both or neither", field="tls")
 
     @classmethod
     def of_environment(cls) -> Tls | None:
@@ -154,7 +154,7 @@ class Tls:
         return cls(ca=ca, cert=cert, key=key) if ca or cert or key else None
 
     def signature(self) -> Signature:
-        """Return a value that changes whenever any of the files changes."""
+        """Return a value that changes whenever one of the files changes."""
         return tuple(map(file_signature, (self.ca, self.cert, self.key)))
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -170,16 +170,18 @@ class Tls:
 class Credentials:
     """Token and TLS settings of a client or service. Thread-safe.
 
-    Neither the repr nor the pickle contains secrets. If the token was given as text, the unpickled credentials use the
-    token from the environment instead. A token file is read again.
+    Neither the repr nor the pickle contains secrets. If the token was passed as text, the unpickled credentials use the
+    token from the environment instead. If the token was passed as a file, the unpickled credentials read the file
+    again.
 
     Args:
-        token: the bearer token as text, or the path of a file that contains the token. The file is read again when it
-            changes. None: the token in `TQ_TOKEN`, else the token in the file named by `TQ_TOKEN_FILE`, else no token.
-            False: no token, even if these variables are set.
-        tls: TLS settings for connections to the service. None: the settings in `TQ_TLS_CA`, `TQ_TLS_CERT` and
-            `TQ_TLS_KEY`, else plaintext. False: plaintext, even if these variables are set.
-        insecure: whether the token may be sent to other machines in plaintext. None: determined by `TQ_INSECURE`.
+        token: bearer token as text, or the path of a file that contains the token. The file is read again whenever it
+            changes. If None, use the token in `TQ_TOKEN`, otherwise the token in the file named by `TQ_TOKEN_FILE`,
+            otherwise no token. If False, use no token, even if these variables are set.
+        tls: TLS settings for connections to the service. If None, use the settings in `TQ_TLS_CA`, `TQ_TLS_CERT` and
+            `TQ_TLS_KEY`, otherwise plaintext. If False, use plaintext, even if these variables are set.
+        insecure: whether the token may be sent to other machines in plaintext. If None, `TQ_INSECURE` determines the
+            value.
     """
 
     def __init__(
@@ -202,19 +204,19 @@ class Credentials:
 
     @property
     def has_token(self) -> bool:
-        """Whether calls are sent with a token."""
+        """Whether calls contain a token."""
         return self._token_file is not None or self._metadata is not None
 
     @property
     def sent_secret(self) -> str:
-        """Name of the secret that plaintext calls would expose, or an empty string if there is no secret."""
+        """Name of the secret that plaintext calls would expose, or an empty string if calls contain no secret."""
         return "the token" if self.has_token else ""
 
     def metadata(self) -> Metadata | None:
-        """Return the call metadata that contains the token, or None if there is no token.
+        """Return the call metadata that contains the token, or None if no token is set.
 
         Raises:
-            UnauthenticatedError: the token file is unreadable or does not contain a token.
+            UnauthenticatedError: the token file cannot be read, or does not contain a token.
         """
         if self._token_file is not None and time.monotonic() >= self._reread_at:
             self._reread(self._token_file)
@@ -229,29 +231,29 @@ class Credentials:
         except (OSError, ValueError) as error:  # if the file no longer exists, the last token may still be valid
             if self._metadata is None:
                 raise UnauthenticatedError(
-                    f"the token file {path} cannot be used: {error}", metadata={"path": str(path)}
+                    f"could not read a token from {path}: {error}", metadata={"path": str(path)}
                 ) from None
         self._reread_at = time.monotonic() + _REREAD_SECONDS
 
     def signature(self) -> Signature:
-        """Return a value that changes when the channel must be reopened because its TLS files have changed."""
+        """Return a value that changes whenever the channel must be reopened because the TLS files have changed."""
         return () if self.tls is None else self.tls.signature()
 
     def check_target(self, address: str) -> None:
-        """Reject an address to which calls would send the token in plaintext over the network.
+        """Reject an address if calls would send the token there in plaintext over the network.
 
         Raises:
             InvalidArgumentError: the address is on another machine, TLS is off, and `insecure` is not set.
         """
         if self.sent_secret and self.tls is None and not self._insecure and not is_loopback_target(address):
             raise InvalidArgumentError(
-                f"{self.sent_secret} would be sent to {address} in plaintext, readable by others on the network; set "
+                f"{self.sent_secret} would be sent to {address} in plaintext, readable by others on the network. Set "
                 f"tls or TQ_TLS_CA. If the network itself is trusted, set insecure or {INSECURE_VARIABLE}=true",
                 field="tls",
             )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the constructor arguments, without secrets, for creating equivalent credentials in another process."""
+        """Return the constructor arguments, without secrets, to create equivalent credentials in another process."""
         return dict(self._arguments)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -262,10 +264,10 @@ class Credentials:
 
 
 def open_channel(api: Any, address: str, credentials: Credentials, options: Sequence[tuple[str, Any]]) -> Any:
-    """Open a channel: synchronous if `api` is `grpc`, or asyncio if `api` is `grpc.aio`.
+    """Open a channel, which is synchronous if `api` is `grpc` and asynchronous if `api` is `grpc.aio`.
 
     Raises:
-        InvalidArgumentError: the credentials cannot be read, or must not be sent to this address.
+        InvalidArgumentError: the credentials cannot be read, or must not be sent to `address`.
     """
     credentials.check_target(address)
     if credentials.tls is None:
@@ -277,8 +279,8 @@ def in_parts(request: bytes, name: str) -> list[bytes]:
     """Split a serialized request into the messages of a single call.
 
     Args:
-        request: the serialized request.
-        name: name of the call, for error messages.
+        request: serialized request.
+        name: name of the call, for use in error messages.
     """
     size = len(request)
     if size > MAX_REQUEST_BYTES:
@@ -321,7 +323,7 @@ def _bearer(text: str, source: str) -> Metadata:
     token = text.strip()
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise InvalidArgumentError(
-            f"{source} does not contain a token: got {len(token)} characters, expected printable ASCII without spaces, "
+            f"{source} does not contain a token: got {len(token)} characters; expected printable ASCII without spaces, "
             "as printed by `tq-service token new`",
             field="token",
         )
@@ -332,7 +334,7 @@ def _read(path: FilePath) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise InvalidArgumentError(f"{os.fspath(path)} cannot be read: {error.strerror}", field="tls") from None
+        raise InvalidArgumentError(f"could not read {os.fspath(path)}: {error.strerror}", field="tls") from None
 
 
 def _is_set(variable: str) -> bool:
@@ -344,15 +346,15 @@ _TIMED_OUT: Final = "timed out"  # as in the result of `addresses.cause_of`
 
 
 class Controllers:
-    """The addresses of the controllers, and the choice of the controller to call. Thread-safe.
+    """The addresses of the controllers, and the selection of the controller to call. Thread-safe.
 
-    If there are several controllers, one of them is the leader. The error response of a standby contains the leader's
-    address. The client then calls the leader, even if its address was not configured. If the leader does not respond,
-    the client tries the configured addresses in turn.
+    If several controllers exist, one of them is the leader. The error response of a standby contains the leader's
+    address. The client then calls the leader, even if the leader's address was not configured. If the leader does not
+    respond, the client tries the configured addresses in turn.
 
     Args:
-        addresses: a single address, such as a DNS name that resolves to all controllers, or several addresses separated
-            by commas.
+        addresses: one address, such as a DNS name that resolves to all controllers, or several addresses separated by
+            commas.
 
     Attributes:
         current: address of the controller to call next.
@@ -366,7 +368,7 @@ class Controllers:
         self.has_several = len(self._given) > 1
 
     def note(self, asked: str, failure: TqError) -> None:
-        """Choose the controller to call after a failed call. Ignore failures of controllers other than `current`."""
+        """Choose the controller to call after a failed call. Failures of other controllers are ignored."""
         if not isinstance(failure, UnavailableError) or asked != self.current:
             return
         leader = ""
@@ -383,5 +385,5 @@ class Controllers:
             self.current = next((each for each in others if not self._is_silent(each)), others[0])
 
     def _is_silent(self, address: str) -> bool:
-        """Return whether a call to a controller timed out recently. A standby may still name a paused leader."""
+        """Return whether a call to a controller timed out recently. A standby may still report a paused leader."""
         return time.monotonic() - self._silent_at.get(address, -_SILENT_SECONDS) < _SILENT_SECONDS

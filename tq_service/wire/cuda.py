@@ -1,8 +1,8 @@
-"""The functions of `torch.cuda` that this package uses. Tests replace them with fakes that do not need a device.
+"""The functions of `torch.cuda` that this package uses. Tests replace these functions with fakes that need no device.
 
-Torch is imported only if a tensor is on a device or the caller names a device. No function in this module waits for an
-entire device or stream. Only the `synchronize` method of an event blocks the calling thread, until the work before the
-event is done.
+Torch is imported only if a tensor is on a device, or if the caller specifies a device. No function in this module waits
+for an entire device or stream. Only an event's `synchronize` method blocks the calling thread, until the work before
+the event is done.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """A point in the work of a stream."""
+    """A point in a stream's sequence of work."""
 
     def query(self) -> bool:
         """Return whether the stream has reached the event."""
@@ -36,7 +36,7 @@ class Stream(Protocol):
     """A queue of work that a device executes in order."""
 
     def wait_event(self, event: Any) -> None:
-        """Make all subsequent work in this stream wait for an event in another stream."""
+        """Make all subsequent work in this stream wait for an event of another stream."""
         ...
 
 
@@ -48,7 +48,7 @@ def load_torch() -> Any:
 
 
 def find(name: Any) -> Device:
-    """Return the device with the given name, including its index.
+    """Return the device with the given name, with an explicit index.
 
     Raises:
         InvalidArgumentError: the device does not exist.
@@ -64,7 +64,7 @@ def find(name: Any) -> Device:
     if device.type != "cuda" or (device.index or 0) >= count:
         raise InvalidArgumentError(
             f"device is {name!r}; expected 'cpu' or one of the {count} CUDA devices that torch detects, starting at "
-            "'cuda:0'. Get the data without a device, and move it afterwards",
+            "'cuda:0'. Alternatively, get the data without a device, and move it afterwards",
             field="device",
         )
     return device if device.index is not None else load_torch().device("cuda", cuda.current_device())
@@ -98,39 +98,39 @@ def using(stream: Stream) -> AbstractContextManager[Any]:
 
 
 def record(stream: Any) -> Event:
-    """Record an event after all work submitted to the stream so far. Threads that wait for the event sleep."""
+    """Record an event after all work submitted to the stream so far. Threads sleep while they wait for the event."""
     event: Event = stream.record_event(load_torch().cuda.Event(blocking=True))
     return event
 
 
 def empty(size: int, device: Device, stream: Stream) -> Tensor:
-    """Allocate bytes on a device for use in a stream. Raise torch's OutOfMemoryError if the device is full."""
+    """Allocate device memory for use in a stream. Raise torch's OutOfMemoryError if the device lacks memory."""
     with using(stream):
         values: Tensor = load_torch().empty(size, dtype=load_torch().uint8, device=device)
     return values
 
 
 def copy(target: Tensor, source: Tensor, stream: Stream) -> None:
-    """Make the stream copy bytes between host and device, in either direction.
+    """Make a stream copy bytes between the host and a device, in either direction.
 
-    If the host memory is pinned, the call returns immediately. The memory must then stay unchanged and pinned until the
-    stream has completed the copy. If the host memory is pageable, the call returns after the bytes have been read or
-    written.
+    If the host memory is pinned, the call returns immediately. The memory must then remain unchanged and pinned until
+    the stream has completed the copy. If the host memory is pageable, the call returns after the bytes have been read
+    or written.
     """
     with using(stream):
         target.copy_(source, non_blocking=True)
 
 
 def used_by(tensor: Tensor, stream: Any) -> None:
-    """Prevent reuse of a deleted tensor's memory until the stream has finished the work submitted so far."""
+    """Prevent reuse of a tensor's memory after deletion until the stream has finished the work submitted so far."""
     tensor.record_stream(stream)
 
 
 def register(address: int, size: int, device: Device) -> bool:
-    """Pin memory of this process for all devices. Return whether the operating system permitted pinning.
+    """Pin memory of this process for all devices. Return whether the operating system permitted the pinning.
 
-    The driver pins pages for writing, and would therefore replace the pages of a private file mapping with copies.
-    While pages of a shared mapping are pinned, its memfd cannot be sealed against writing.
+    The driver pins pages for writing, and would therefore replace pages of a private file mapping with copies. While
+    pages of a shared mapping are pinned, the mapping's memfd cannot be sealed against writing.
     """
     with load_torch().cuda.device(device):  # otherwise, the driver would also create a context on the first device
         if int(load_torch().cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
@@ -143,6 +143,6 @@ def register(address: int, size: int, device: Device) -> bool:
 
 
 def unregister(address: int, device: Device) -> None:
-    """Unpin memory before it is unmapped; all copies that use the memory must have finished."""
+    """Unpin memory before it is unmapped. All copies that use the memory must have finished."""
     with load_torch().cuda.device(device):
         load_torch().cuda.cudart().cudaHostUnregister(address)

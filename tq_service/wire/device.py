@@ -1,4 +1,4 @@
-"""Copies of tensors between a CUDA device and the host through pinned memory, in parallel with the caller's kernels.
+"""Copying of tensors between a CUDA device and the host through pinned memory, concurrently with the caller's kernels.
 
 ::
 
@@ -6,9 +6,9 @@
     up      pinned memory ──> copy stream ── one arena on the device ── event ──> the caller's stream
 
 A copy waits for an event in the caller's stream. For a copy to the device, the caller's stream waits for an event in
-the copy stream. No step waits for the entire device, or for all work in a stream. If the source or destination is
-pinned (`host_memory`), for example in a region shared with the storage service, the copy is direct. Otherwise, the
-bytes pass through pinned blocks.
+the copy stream. No step waits for the entire device or for all work in a stream. If the host memory is pinned (see
+`host_memory`), for example in a region shared with the storage service, the copy is direct. Otherwise, the bytes pass
+through pinned blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LARGE_CHUNK_BYTES: Final = 64 << 10  # large enough for a NumPy copy, during wh
 
 
 def find_device(name: Any) -> Device | None:
-    """Return the device with the given name, including its index, or None for the CPU.
+    """Return the device with the given name, with an explicit index, or None for the CPU.
 
     Raises:
         InvalidArgumentError: the device does not exist, torch is not installed, or `TQ_PINNED_BYTES` is not a number.
@@ -49,12 +49,12 @@ def find_device(name: Any) -> Device | None:
         return cuda.find(name)
     except ImportError:
         raise InvalidArgumentError(
-            f"device is {name!r}, but torch is not installed; expected None. Install tq-service[data]", field="device"
+            f"device is {name!r}, but torch is not installed. Install tq-service[data], or omit device", field="device"
         ) from None
 
 
 def on_these_streams(work: Callable[[], T]) -> Callable[[], T]:
-    """Wrap a function for another thread. The function will use the current streams of the calling thread."""
+    """Wrap a function to run in another thread with the current streams of the calling thread."""
     streams = cuda.side_streams()
     if not streams:
         return work
@@ -72,13 +72,13 @@ _streams: dict[tuple[Device, str], cuda.Stream] = {}
 
 
 def copy_stream(device: Device, direction: Literal["up", "down"]) -> cuda.Stream:
-    """Return the process's stream for copies from the host to a device ("up") or to the host ("down")."""
+    """Return the process's stream for copies from the host to a device ("up") or from a device to the host ("down")."""
     # If two threads create a stream at the same time, both use the stream that is stored first.
     return _streams.get((device, direction)) or _streams.setdefault((device, direction), cuda.new_stream(device))
 
 
 class DeviceBytes:
-    """The bytes of a tensor on a device, in row-major order. A slice is also a DeviceBytes.
+    """The bytes of a tensor on a device, in row-major order. Slicing returns another `DeviceBytes`.
 
     Attributes:
         device: device of the tensor.
@@ -93,7 +93,7 @@ class DeviceBytes:
 
     @classmethod
     def of(cls, tensor: Tensor) -> DeviceBytes:
-        """Return the bytes of a tensor, as of the work that has been submitted to the current stream."""
+        """Return the bytes that a tensor contains after all work submitted so far to the current stream."""
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         # Do not use reshape here. For a single value, torch considers any stride contiguous, but view rejects some
         # strides.
@@ -107,7 +107,7 @@ class DeviceBytes:
         return DeviceBytes(self._values[part], self._ready)
 
     def copy_to(self, target: Bytes) -> cuda.Event:
-        """Start copying the bytes to `target`. Both objects must exist until the returned event has occurred."""
+        """Start copying the bytes to `target`. Keep both objects alive until the returned event has occurred."""
         self._ready.synchronize()  # blocks this thread instead of the stream, which other callers also use
         stream = copy_stream(self.device, "down")
         cuda.copy(cuda.load_torch().from_numpy(target), self._values, stream)
@@ -122,7 +122,7 @@ def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
     """Yield the bytes of the chunks on the host, in order.
 
     While the caller uses a block, the next block is copied from the device. The caller should delete each list before
-    it requests the next list, so the memory can be reused.
+    requesting the next list to allow reuse of the memory.
     """
     here: list[memoryview] = []
     copies: deque[tuple[cuda.Event, Bytes, DeviceBytes]] = deque()
@@ -156,7 +156,7 @@ def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
 
 
 def copy_to_host(target: Bytes, chunks: Iterable[Chunk]) -> None:
-    """Copy chunks into consecutive host memory. If the host memory is pinned, bytes on a device are copied directly."""
+    """Copy chunks into contiguous host memory. If the host memory is pinned, bytes on a device are copied directly."""
     view, end = target.data, 0
     pin = PINNED.find(target)
     copies: list[tuple[cuda.Event, DeviceBytes]] = []  # references chunks, so the device cannot reuse their memory
@@ -200,14 +200,14 @@ def to_cpu(tensor: Tensor) -> Tensor:
 
 
 def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
-    """Copy byte arrays from the host to a single arena on a device, and return a view of the arena for each array.
+    """Copy byte arrays from the host into a single arena on a device, and return a view of the arena for each array.
 
     The views are aligned to 64 bytes. Adjacent arrays in pinned memory are copied in a single step. Arrays in pageable
-    memory pass through pinned blocks. The current stream of the device waits for the copies, but this thread does not.
-    The caller must not modify the arrays afterwards.
+    memory pass through pinned blocks. The device's current stream waits for the copies, but the calling thread does
+    not. The caller must not modify the arrays afterwards.
 
     Raises:
-        torch.OutOfMemoryError: the device is out of memory. No memory is retained.
+        torch.OutOfMemoryError: the device has too little memory; no memory remains allocated.
     """
     pins = [PINNED.find(array) if array.size else None for array in arrays]
     addresses = [array.ctypes.data for array in arrays]
@@ -246,7 +246,7 @@ def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
 
 
 def _blocks(waiting: deque[tuple[int, Bytes]], start: int, end: int, device: Device) -> Iterator[tuple[int, Bytes]]:
-    """Yield the bytes of an arena from `start` to `end` in pinned blocks, each with its offset in the arena."""
+    """Yield the bytes of an arena from `start` to `end` in pinned blocks, each with the block's offset in the arena."""
     while start < end:
         stop = min(start + _BLOCK_BYTES, end)
         block = BLOCKS.take(_BLOCK_BYTES, device)[: stop - start]
@@ -261,5 +261,5 @@ def _blocks(waiting: deque[tuple[int, Bytes]], start: int, end: int, device: Dev
 
 
 def copy_on_device(target: Tensor, source: Tensor) -> None:
-    """Make the current stream copy a tensor to another tensor with the same shape and device."""
+    """Make the current stream copy a tensor to another tensor of the same shape on the same device."""
     cuda.copy(target.detach(), source, cuda.current_stream(target.device))

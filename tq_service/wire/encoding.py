@@ -1,4 +1,4 @@
-"""Encoding of user data as columns: tensors, arrays, nested tensors, lists of these, and lists of objects."""
+"""Encoding of user data (tensors, arrays, nested tensors, lists of these, and lists of objects) as columns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tq_service.wire.objects import encode_objects, no_collection
 
 T = TypeVar("T")
 _GATHER_BELOW_BYTES: Final = 64 << 10
-"""Mean row size in bytes below which rows are concatenated. Larger rows in host memory are sent as separate views."""
+"""Mean row size in bytes below which rows are concatenated. Larger rows in host memory are sent as individual views."""
 
 _AT_ONCE: Final = 1 << 16  # number of objects per call into C, during which other threads are blocked
 _LISTS_AT_ONCE: Final = 1 << 10
@@ -42,35 +42,36 @@ _OBJECT_KINDS: Final = "OUST"  # kinds of NumPy dtypes whose values are objects 
 def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> list[SourceColumn]:
     """Encode the columns for a put. Contiguous tensors on the CPU are not copied.
 
-    Tensors on a device are not copied to the host. The bytes of such a tensor are read after the work that has been
-    submitted to the current stream.
+    Tensors on a device are not copied to the host. The bytes of a device tensor are read after all work submitted so
+    far to the current stream.
 
     Args:
-        data: a TensorDict with one batch dimension, or a mapping of field names to columns of `n` rows each. A tensor
+        data: a TensorDict with one batch dimension, or a mapping from field names to columns of `n` rows each. A tensor
             or array of shape `(n, ...)` becomes a dense column. A nested tensor, or a list of tensors or arrays with at
-            least one dimension, becomes jagged. A list of numbers or 0-dim tensors becomes dense scalars (int64 for
-            int, float64 for float). A list of lists of numbers becomes dense if all lists have the same length,
-            otherwise jagged. A list of other values becomes a column of objects. See `non_tensor_rows` for
-            `NonTensorData`.
+            least one dimension, becomes a jagged column. A list of numbers or 0-dimensional tensors becomes a dense
+            column of scalars (int64 for int, float64 for float). A list of lists of numbers becomes a dense column if
+            all lists have the same length, otherwise a jagged column. A list of other values becomes a column of
+            objects. See `non_tensor_rows` for `NonTensorData`.
         known: specs of the fields that already exist in the partition. Object fields accept any list. In tensor fields,
-            nested lists of numbers and empty lists also become tensors. Objects become text if all are str, bytes if
-            all are bytes, and msgpack otherwise.
+            nested lists of numbers and empty lists also become tensors. Objects are encoded as text if all are str, as
+            bytes if all are bytes, and as msgpack otherwise.
 
     Raises:
-        InvalidArgumentError: there are no fields or no rows, row counts differ, or values do not fit in a column.
-        UnsupportedObjectError: an object could only be encoded with pickle.
+        InvalidArgumentError: `data` has no fields or no rows, the row counts of fields differ, or the values of a field
+            do not form a column.
+        UnsupportedObjectError: an object can be encoded only with pickle.
     """
     columns = [
         _encode_column(_checked_name(name), values, (known or {}).get(name)) for name, values in _fields_of(data)
     ]
     if not columns:
-        raise InvalidArgumentError("data has no fields; put at least one column", field="data")
+        raise InvalidArgumentError("data has no fields; pass at least one column", field="data")
     first = columns[0]
     for column in columns:
         if column.row_count != first.row_count:
             raise InvalidArgumentError(
                 f"field {first.spec.name!r} has {first.row_count} rows, but field {column.spec.name!r} has "
-                f"{column.row_count}; put one row per sample in every field",
+                f"{column.row_count}; pass one row per sample in every field",
                 field="data",
                 metadata={
                     "field_name": column.spec.name,
@@ -79,20 +80,20 @@ def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> l
                 },
             )
     if not first.row_count:
-        raise InvalidArgumentError("data has 0 rows; put at least one sample", field="data")
+        raise InvalidArgumentError("data has 0 rows; pass at least one sample", field="data")
     return columns
 
 
 def encode_appended(data: Any, known: Mapping[str, FieldSpec]) -> list[SourceColumn]:
-    """Encode the columns for an append. Every column becomes jagged, with ragged rows in dimension 0.
+    """Encode the columns for an append. Every column becomes jagged and is ragged in dimension 0.
 
     Args:
-        data: the columns, as for `encode_columns`. Each row must have at least one dimension.
+        data: columns in the form that `encode_columns` accepts. Each row must have at least one dimension.
         known: specs of the fields that already exist in the partition.
 
     Raises:
-        InvalidArgumentError: a column contains scalars or objects, or rows that differ in any other dimension. See also
-            `encode_columns`.
+        InvalidArgumentError: a column contains scalars or objects, or its rows differ in a dimension other than 0. See
+            also `encode_columns`.
     """
     names = [name for name, _ in _fields_of(data)]
     jagged = {name: FieldSpec(name, layout=Layout.JAGGED) for name in names if isinstance(name, str) and name}
@@ -103,8 +104,8 @@ def _ragged(column: SourceColumn) -> SourceColumn:
     spec, shape = column.spec, column.spec.row_shape
     if spec.layout is Layout.OBJECT or not shape or spec.ragged_dims not in {(), (0,)}:
         raise InvalidArgumentError(
-            f"field {spec.name!r} is {spec.describe()}; expected one tensor or list of numbers per sample, differing "
-            "only in the first dimension. Use put, not append, for other fields",
+            f"field {spec.name!r} is {spec.describe()}; expected one tensor or list of numbers per sample, which may "
+            "differ only in the first dimension. Use put instead of append for other fields",
             field="data",
             metadata={"field_name": spec.name},
         )
@@ -114,18 +115,21 @@ def _ragged(column: SourceColumn) -> SourceColumn:
 
 
 def has_lists(data: Any) -> bool:
-    """Return whether any column is a list. The encoding of a list depends on the spec of the existing field."""
+    """Return whether any column is a list.
+
+    The encoding of a list depends on the spec of the existing field.
+    """
     is_mapping = isinstance(data, Mapping) and not _is_tensordict(data)
     return is_mapping and any(isinstance(values, (list, tuple)) for values in data.values())
 
 
 def _checked_name(name: Any) -> str:
     if not isinstance(name, str) or not name:
-        raise InvalidArgumentError(f"field name {name!r} is not a string; use non-empty strings", field="data")
+        raise InvalidArgumentError(f"a field name is {name!r}; expected a non-empty string", field="data")
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgumentError(f"field name {name!r} is not valid Unicode ({error})", field="data") from None
+        raise InvalidArgumentError(f"field name {name!r} is not valid Unicode: {error}", field="data") from None
     return name
 
 
@@ -148,7 +152,7 @@ def _is_tensordict(value: Any) -> bool:
 def _fields_of_tensordict(data: Any) -> list[tuple[Any, Any]]:
     if data.batch_dims != 1:
         raise InvalidArgumentError(
-            f"the TensorDict has batch_size {tuple(data.batch_size)}; expected one batch dimension, with one entry per "
+            f"the TensorDict has batch_size {tuple(data.batch_size)}; expected one batch dimension with one entry per "
             "sample",
             field="data",
         )
@@ -171,7 +175,7 @@ def _encode_column(name: str, values: Any, known: FieldSpec | None) -> SourceCol
     if _is_tensordict(values):
         if not _is_non_tensor(values):
             raise InvalidArgumentError(
-                f"field {name!r} is a nested TensorDict; put its columns as separate fields", field="data"
+                f"field {name!r} is a nested TensorDict; pass its columns as separate fields", field="data"
             )
         return _encode_list(name, non_tensor_rows(name, values), _objects_unless_tensors(name, known))
     if not isinstance(values, (list, tuple)):
@@ -188,7 +192,7 @@ def _holds_tensors(known: FieldSpec | None) -> bool:
 
 
 def _objects_unless_tensors(name: str, known: FieldSpec | None) -> FieldSpec | None:
-    """Return the spec for rows of an object container: `known` for a tensor field, otherwise an object spec."""
+    """Return the spec for rows in an object container: `known` for a tensor field, or else an object spec."""
     return known if _holds_tensors(known) else FieldSpec(name, layout=Layout.OBJECT)
 
 
@@ -198,15 +202,15 @@ def _rows_of_array(array: NDArray[Any]) -> list[Any]:
 
 
 def non_tensor_rows(name: str, values: Any) -> list[Any]:
-    """Return the rows of a `NonTensorStack` or `NonTensorData`, like tensordict's `tolist()`.
+    """Return the rows of a `NonTensorStack` or `NonTensorData`, as tensordict's `tolist()` does.
 
-    A `NonTensorData` usually contains a single value for all rows, even if the value is a list. There are two
-    exceptions. First, an array of objects or text with one item per row contains the rows. TensorDicts store lists and
-    arrays in this form. Second, if a `NonTensorData` is outside a TensorDict and has no batch dimension, its value
-    contains the rows if the value is a list, a tuple or an array.
+    A `NonTensorData` usually contains a single value for all rows, even if the value is a list. This rule has two
+    exceptions. First, an array of objects or text with one item per row contains the rows, because TensorDicts store
+    lists and arrays in this form. Second, if a `NonTensorData` has no batch dimension and is not in a TensorDict, a
+    list, tuple or array as its value contains the rows.
 
     Raises:
-        InvalidArgumentError: the `NonTensorData` is a single value, and the number of rows is unknown.
+        InvalidArgumentError: the `NonTensorData` contains a single value for an unknown number of rows.
     """
     items = values.data if isinstance(values, sys.modules["tensordict"].NonTensorData) else None
     array = items if isinstance(items, np.ndarray) and items.ndim else None
@@ -217,8 +221,8 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
         return _rows_of_array(array)
     if not isinstance(items, (list, tuple)):
         raise InvalidArgumentError(
-            f"field {name!r} is NonTensorData of one {type(items).__name__} for an unknown number of rows; put it in a "
-            "TensorDict, or set its batch_size",
+            f"field {name!r} is NonTensorData with one {type(items).__name__} for an unknown number of rows. Pass it "
+            "in a TensorDict, or set its batch_size",
             field="data",
         )
     return list(items)
@@ -241,11 +245,11 @@ def _bytes_of(name: str, values: Any) -> tuple[str, Chunk]:
 
 
 def _check_values(name: str, values: Any) -> None:
-    """Reject tensors and arrays without plain values, such as masked arrays, sparse tensors and meta tensors."""
+    """Reject tensors and arrays without plain values, such as masked arrays and sparse or meta tensors."""
     if not is_tensor(values):
-        problem = "a masked array, whose mask would be lost; fill it first" if np.ma.isMaskedArray(values) else ""
+        problem = "a masked array, whose mask would be lost; call filled() first" if np.ma.isMaskedArray(values) else ""
     elif values.is_nested:
-        problem = "nested tensors for rows; put each row as a plain tensor"
+        problem = "nested tensors as rows; pass each row as a plain tensor"
     elif values.layout is not sys.modules["torch"].strided:
         problem = f"layout {values.layout}; call to_dense() first"
     elif values.is_meta:
@@ -267,7 +271,7 @@ def _column(spec: FieldSpec, row_count: int, extents: Extents | None, chunks: tu
 
 
 def _encode_nested(name: str, values: Any) -> SourceColumn:
-    """Encode a nested tensor, without a copy in the usual case that it is packed and ragged in dimension 0."""
+    """Encode a nested tensor. In the usual case, the tensor is packed and ragged in dimension 0, and is not copied."""
     torch = sys.modules["torch"]
     nested = values.detach()
     if nested.layout is not torch.jagged:
@@ -294,8 +298,8 @@ def _encode_nested(name: str, values: Any) -> SourceColumn:
 def _inconsistent(name: str, nested: Any) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"field {name!r} is a nested tensor with values of shape {tuple(nested.values().shape)}, but its offsets "
-        f"{nested.offsets().tolist()[:8]} do not divide them into rows along ragged dimension {nested._ragged_idx}; "
-        "recreate the nested tensor from its rows, for example with torch.nested.as_nested_tensor(rows, "
+        f"{nested.offsets().tolist()[:8]} do not divide them into rows along ragged dimension {nested._ragged_idx}. "
+        "Recreate the nested tensor from its rows, for example with torch.nested.as_nested_tensor(rows, "
         "layout=torch.jagged)",
         field="data",
     )
@@ -320,7 +324,7 @@ def _parts(values: Sequence[T], size: int = _AT_ONCE) -> Iterator[Sequence[T]]:
 
 
 def _kinds(values: Sequence[Any]) -> dict[type, Any]:
-    """Return the types of the values, each with an example value."""
+    """Return the types of the values, with one example value per type."""
     kinds: dict[type, Any] = {}
     for part in _parts(values):
         for kind in set(map(type, part)) - kinds.keys():
@@ -333,7 +337,7 @@ def _is_non_tensor(value: Any) -> bool:
 
 
 def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: FieldSpec | None) -> SourceColumn | None:
-    """Encode rows of tensors, arrays, numbers or number lists as a tensor column. Return None for other rows."""
+    """Encode tensors, arrays, numbers or lists of numbers as a tensor column. Return None for any other rows."""
     # Check the types instead of the values, because there are only a few types.
     are_arrays = all(issubclass(kind, np.ndarray) or is_tensor_type(kind) for kind in kinds)
     if are_arrays and all(row.dtype.kind not in _OBJECT_KINDS for row in values if isinstance(row, np.ndarray)):
@@ -350,17 +354,17 @@ def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: F
 
 
 def _as_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Convert Python numbers, or numpy numbers of a single type, to an array without loss, or return None."""
+    """Convert Python numbers, or numpy numbers of a single type, to an array. Return None if values would change."""
     is_numpy = len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_))
     return np.concatenate(list(map(np.array, _parts(values)))) if is_numpy else exact_numbers(values, kinds)
 
 
 def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpec | None) -> SourceColumn | None:
-    """Encode rows that are lists of numbers as a tensor column. Return None for other lists.
+    """Encode rows that are lists of numbers as a tensor column. Return None for any other lists.
 
     The type of an empty list is unknown, and the shape of nested lists may be irregular. Empty and nested lists are
-    therefore converted to tensors only if the field already exists and contains tensors. Otherwise, the kind of a field
-    would depend on the values in the first put.
+    therefore converted to tensors only if the field already exists and contains tensors. Otherwise, the values in the
+    first put would determine the kind of the field.
     """
     items: list[Any] = []
     for some in _parts(values, _LISTS_AT_ONCE):
@@ -383,7 +387,7 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
 
 
 def _unnested(row: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the shape of nested lists up to the first irregular dimension, and the items at that depth."""
+    """Return the shape of nested lists down to the first irregular level, and the items at that level."""
     shape: tuple[int, ...] = (len(row),)
     items = row
     while items and set(map(type, items)) == {list} and len(set(map(len, items))) == 1:
@@ -401,13 +405,13 @@ def _encode_arrays(name: str, values: Sequence[Any]) -> SourceColumn:
     if len(dim_counts) > 1:
         raise InvalidArgumentError(
             f"field {name!r} has rows with {min(dim_counts)} and with {max(dim_counts)} dimensions; use the same "
-            "number in all rows",
+            "number of dimensions in all rows",
             field="data",
         )
     dtypes = {row.dtype for row in rows}
     if len(dtypes) > 1:
         got = " and ".join(sorted(map(str, dtypes)))
-        raise InvalidArgumentError(f"field {name!r} has rows of dtypes {got}; use one dtype", field="data")
+        raise InvalidArgumentError(f"field {name!r} has rows with dtypes {got}; use only one dtype", field="data")
     return _encode_rows(name, rows) if dim_counts != {0} else _encode_dense(name, _concatenate(rows))
 
 
@@ -422,8 +426,8 @@ def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) ->
 
     Args:
         name: name of the field.
-        rows: the rows, as tensors or arrays.
-        ragged_dims: dimensions to make ragged even if the size is the same in all rows. If no dimension is ragged, the
+        rows: rows of the column, as tensors or arrays.
+        ragged_dims: dimensions to make ragged even if all rows have the same size. If no dimension is ragged, the
             column is dense.
     """
     shapes = [tuple(row.shape) for row in rows]
@@ -477,7 +481,7 @@ def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Sourc
 def _objects_column(
     name: str, encoding: Encoding, values: Sequence[Any], encode: Callable[[Sequence[Any], int], list[bytes]]
 ) -> SourceColumn:
-    """Encode a column of objects. `encode` receives a slice of the objects and the start position of the slice."""
+    """Encode a column of objects. The function `encode` receives a slice of the objects and its start position."""
     sizes, chunks = [], []
     for number, part in enumerate(_parts(values)):
         blobs = encode(part, number * _AT_ONCE)

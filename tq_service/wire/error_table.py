@@ -1,8 +1,9 @@
 """Conversion of errors to and from gRPC statuses.
 
-An error is sent as a `google.rpc.Status` with `ErrorInfo` (reason and metadata). `BadRequest` is added if the error
-concerns an argument, and `RetryInfo` if a later retry may succeed. The client raises the error class for the reason. If
-the reason is unknown, the client raises the error class for the status code.
+An error is sent as a `google.rpc.Status` with `ErrorInfo` (reason and metadata). The status also contains `BadRequest`
+if the error concerns an argument, and `RetryInfo` if a later retry may succeed. The client raises the error class that
+corresponds to the reason. If the reason is unknown, the client raises the error class that corresponds to the status
+code.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _CLASS_BY_REASON: Final = {kind.reason: kind for kind in ERROR_CLASSES - {errors
 _LIKE: Final = {_CODE.OUT_OF_RANGE: "INVALID_ARGUMENT", _CODE.ABORTED: "FAILED_PRECONDITION"}
 
 _CLOSED_HERE: Final = "Channel closed!"
-"""gRPC's message for a call whose channel was closed in this process."""
+"""gRPC's error message for a call whose channel was closed in this process."""
 _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
-"""Pattern for gRPC's error message when a receiver rejects a message because of its size."""
+"""Pattern of gRPC's error message for a message that the receiver rejects because of its size."""
 
 
 def code_of(error: errors.TqError) -> grpc.StatusCode:
@@ -55,7 +56,7 @@ def to_status(error: errors.TqError, **facts: str) -> Status:
     """Convert an error to a `google.rpc.Status`. Long texts are truncated to fit in trailers.
 
     Args:
-        error: the error to convert.
+        error: error to convert.
         **facts: additional metadata for `ErrorInfo`.
     """
     message = _cut(error.message, MAX_MESSAGE_BYTES)
@@ -78,7 +79,7 @@ def to_status(error: errors.TqError, **facts: str) -> Status:
 
 
 def status_from_trailers(trailers: Iterable[Any] | None) -> Status | None:
-    """Return the `google.rpc.Status` in the trailing metadata of a call, or None if it is missing or unreadable."""
+    """Return the `google.rpc.Status` in a call's trailing metadata, or None if it is missing or unreadable."""
     for key, value in trailers or ():
         if key == STATUS_TRAILER and isinstance(value, bytes):
             try:
@@ -89,13 +90,13 @@ def status_from_trailers(trailers: Iterable[Any] | None) -> Status | None:
 
 
 def from_rpc_error(code: grpc.StatusCode, details: str | None, status: Status | None) -> errors.TqError:
-    """Convert the outcome of a failed call to an error.
+    """Convert the status of a failed call to an error.
 
     Args:
         code: status code of the call.
         details: error message of the call.
-        status: status from the trailers, see `status_from_trailers`. None if gRPC or a proxy rejected the call. The
-            code then determines the class.
+        status: status from the trailers (see `status_from_trailers`). None if gRPC or a proxy rejected the call; the
+            code then determines the error class.
     """
     info, violation, retry = ErrorInfo(), BadRequest(), RetryInfo()
     has_info = has_retry = False
@@ -123,16 +124,16 @@ def _class_of(code: grpc.StatusCode) -> type[errors.TqError]:
 def _from_code(code: grpc.StatusCode, message: str) -> errors.TqError:
     if code is _CODE.CANCELLED and message != _CLOSED_HERE:
         # When the grace period ends, a service that is shutting down cancels the calls that are still running.
-        return errors.UnavailableError(f"the call was interrupted in transit, or by a stopping service ({message})")
+        return errors.UnavailableError(f"the call was interrupted in transit or by a stopping service ({message})")
     if code is _CODE.UNIMPLEMENTED:
         return errors.InternalError(
-            f"the server does not support this call ({message}); client and server have different versions, or the "
-            "address belongs to another service"
+            f"the server does not support this call ({message}). The client and server have different versions, or "
+            "the address belongs to another service"
         )
     if code is _CODE.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)) is not None:
         return errors.ResourceExhaustedError(
-            f"a message in this call has {sizes[1]} bytes, but its receiver accepts at most {sizes[2]} bytes; request "
-            "or send less per call, send a large request in parts (docs/protocol.md), or raise the client's "
+            f"a message in this call has {sizes[1]} bytes, but its receiver accepts at most {sizes[2]} bytes. Request "
+            "or send less per call, send a large request in parts (docs/protocol.md), or increase the client's "
             f"grpc.max_receive_message_length ({message})",
             metadata={"limit_name": "message size", "got": sizes[1], "limit": sizes[2]},
         )

@@ -1,4 +1,4 @@
-"""Host memory of this process for the bytes of puts and gets: reusable blocks, and pinned memory for device copies.
+"""Host memory of this process for the bytes of puts and gets: reusable blocks, and pinned memory for copies to devices.
 
 ::
 
@@ -7,12 +7,12 @@
              others need its share of TQ_PINNED_BYTES, or it is unmapped
 
 Mapping new pages takes the operating system longer than receiving the bytes. In measurements, the throughput of 256 MiB
-gets varied from 0.5 to 2.2 GB/s, entirely because of system time. A training loop receives and drops batches of similar
+gets varied from 0.5 to 2.2 GB/s, only because of system time. A training loop receives and discards batches of similar
 size, so a few blocks suffice for all batches.
 
-Blocks for a device, buffers filled by loader workers, and regions of a storage service on this host are pinned. Copies
-to or from pageable memory would be several times slower. If the limit on pinned memory is reached, or the operating
-system refuses to pin more memory, memory remains pageable.
+Blocks for a device, buffers filled by loader workers, and regions of a storage service on this host are pinned, because
+copies to or from pageable memory would be several times slower. If the limit on pinned memory is reached, or the
+operating system refuses to pin more memory, memory remains pageable.
 
 Arrays can be garbage-collected at any time in any thread, so their finalizers do not use locks.
 """
@@ -67,16 +67,16 @@ def aligned(size: int) -> int:
 
 
 def place_columns(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the offset of each column when columns of these sizes share a memory block, and the size of the block."""
+    """Return the offset of each column in a memory block shared by columns of the given sizes, and the block's size."""
     *starts, end = accumulate(map(aligned, sizes), initial=0)
     return starts, end
 
 
 class Pin:
-    """A reference to pinned memory. The memory stays pinned while this object exists.
+    """A reference to pinned memory, which remains pinned while this object exists.
 
     Attributes:
-        mapping: the pinned memory.
+        mapping: mapping that contains the pinned memory.
     """
 
     __slots__ = ("__weakref__", "mapping")
@@ -108,13 +108,13 @@ class PinnedMemory:
     """A registry that pins mappings up to a limit. Thread-safe.
 
     When the limit is reached, the registry unpins the least recently used mappings that are not in use. A mapping is
-    unpinned before it is unmapped, but only after the last copy that uses it. For this purpose, `keep` retains the
-    arrays of a copy until the copy has finished. The lock is reentrant, because a finalizer can run in a thread that
-    holds the lock.
+    unpinned before it is unmapped, but only after the last copy that uses the mapping. For this purpose, `keep` retains
+    the arrays of each copy until the copy has finished. The lock is reentrant, because a finalizer can run in a thread
+    that holds the lock.
 
     Args:
-        limit_bytes: maximum total number of pinned bytes. None: the value of `TQ_PINNED_BYTES`, or 1 GiB if it is
-            unset.
+        limit_bytes: maximum total number of pinned bytes. If None, the value of `TQ_PINNED_BYTES` is used, or 1 GiB if
+            this variable is unset.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -140,7 +140,9 @@ class PinnedMemory:
         if self._limit is None:
             text = os.environ.get(LIMIT_VARIABLE) or str(_DEFAULT_LIMIT_BYTES)
             if not text.isdecimal():
-                raise InvalidArgumentError(f"{LIMIT_VARIABLE} is {text!r}; expected a number of bytes, or 0 for none")
+                raise InvalidArgumentError(
+                    f"{LIMIT_VARIABLE} is {text!r}; expected a number of bytes, where 0 means that no memory is pinned"
+                )
             self._limit = int(text)
         return self._limit
 
@@ -153,10 +155,10 @@ class PinnedMemory:
         return self._used_bytes() + size <= limit and self._used_bytes(mapping.is_shared) + size <= granted
 
     def pin(self, mapping: Mapping, device: Device) -> Pin | None:
-        """Pin a mapping, or return its existing pin. Return None if the mapping remains pageable.
+        """Pin a mapping, or return the existing pin of the mapping. Return None if the mapping remains pageable.
 
         The mapping must be anonymous or a shared mapping of a memfd. In a private mapping of a file, the driver would
-        copy each page. A pinned memfd can no longer be sealed against writing, but regions are never sealed.
+        copy each page. A pinned memfd cannot be sealed against writing, but regions are never sealed.
         """
         while mapping.size <= self._limit_bytes():
             with self._lock:
@@ -211,11 +213,11 @@ class PinnedMemory:
         self._unpinned.append(pinned)
 
     def keep(self, event: cuda.Event, *things: Any) -> None:
-        """Retain the objects that a copy reads or writes until the copy's stream has reached the event."""
+        """Retain the objects that a copy uses until the copy's stream has reached the event."""
         self._copies[event] = things
 
     def tidy(self) -> None:
-        """Release the objects retained for finished copies, and forget mappings that are no longer pinned."""
+        """Release the objects retained for finished copies, and remove mappings that are no longer pinned."""
         with self._lock:
             for event in [event for event in list(self._copies) if event.query()]:
                 self._copies.pop(event, None)
@@ -226,11 +228,11 @@ class PinnedMemory:
 
 
 class Blocks:
-    """A pool of memory blocks. A block is reused once no array, view or tensor refers to it. Thread-safe.
+    """A pool of memory blocks. A block is reused once no array, view or tensor references the block. Thread-safe.
 
     At most `kept_bytes` of unused blocks are retained, each for at most `kept_seconds`. Both limits are checked
-    whenever a block is requested or returned. The unused blocks are stored in a deque. While a thread processes the
-    blocks, other threads find the deque empty and create new blocks.
+    whenever a block is requested or returned. The unused blocks are stored in a deque. While one thread processes the
+    unused blocks, other threads find the deque empty and create new blocks.
 
     Args:
         kept_bytes: maximum total size of the unused blocks.
@@ -245,7 +247,7 @@ class Blocks:
     def take(self, size: int, device: Device | None = None) -> Bytes:
         """Return an array of `size` uninitialized bytes.
 
-        If the array is for a device, it is pinned if possible, and forked child processes do not inherit it.
+        An array for a device is pinned if possible, and is not inherited by forked child processes.
         """
         if size < _SMALL_BYTES and device is None:
             return np.empty(size, np.uint8)
@@ -257,7 +259,7 @@ class Blocks:
         return block.array(0, size, _Use(self, block, None if device is None else PINNED.pin(block, device)))
 
     def take_columns(self, sizes: Sequence[int], device: Device) -> list[Bytes]:
-        """Return arrays of the given sizes for a device, in one block that a single copy can transfer."""
+        """Return arrays of the given sizes for a device, in a block that a single copy can transfer."""
         starts, end = place_columns(sizes)
         block = self.take(max(end, 1), device)
         return [block[start : start + size] for start, size in zip(starts, sizes, strict=True)]
@@ -284,7 +286,7 @@ class Blocks:
         return [each for each in taken if each[1].is_own]
 
     def _keep(self, blocks: Iterable[tuple[float, Mapping]]) -> None:
-        """Retain blocks within the limits, most recent first, and return all other blocks to the operating system."""
+        """Retain the most recent blocks within the limits, and return all other blocks to the operating system."""
         oldest = time.monotonic() - self._kept_seconds
         remaining = self._kept_bytes
         for since, block in blocks:
@@ -294,7 +296,7 @@ class Blocks:
 
 
 class _Use:
-    """A reference that marks a block as in use while an array in the block exists."""
+    """A reference that marks a block as used while an array in the block exists."""
 
     __slots__ = ("_block", "_blocks", "_pin")
 

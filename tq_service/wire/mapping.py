@@ -1,7 +1,7 @@
-"""Memory mapped by this process (an entire memfd or new anonymous memory), which can be pinned for a device.
+"""Memory that this process maps (an entire memfd, or new anonymous memory) and can pin for a device.
 
-The mappings in this module do not keep a file descriptor open. Python's `mmap` keeps a file descriptor open for each
-mapping, and the number of file descriptors is limited.
+The mappings in this module do not keep file descriptors open. In contrast, Python's `mmap` keeps a file descriptor open
+for each mapping, and the number of file descriptors is limited.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _libc() -> Any:
 
 
 def map_memory(fd: int, size: int, protection: int, flags: int, address: int | None = None) -> int:
-    """Map memory like mmap(2), and return its address.
+    """Map memory with mmap(2), and return the address of the mapping.
 
     Raises:
         OSError: the operating system refused the mapping.
@@ -61,7 +61,7 @@ def map_memory(fd: int, size: int, protection: int, flags: int, address: int | N
 
 
 def advise(address: int, size: int, advice: int) -> None:
-    """Advise the kernel about memory like madvise(2). Other Python threads can run during the call.
+    """Advise the kernel about memory with madvise(2). Other Python threads can run during the call.
 
     Raises:
         OSError: the kernel rejected the advice.
@@ -76,19 +76,19 @@ def _system_error(what: str) -> OSError:
 
 
 class Mapping:
-    """Memory that stays mapped in this process until the last reference to this object is deleted.
+    """Memory that remains mapped in this process until the last reference to this object is deleted.
 
     Args:
-        fd: file descriptor of a memfd, which is mapped in full. The descriptor may be closed afterwards.
-        is_shared: whether writes change the memfd. If False, writes change only this mapping.
+        fd: file descriptor of a memfd, which is mapped completely. The descriptor may be closed afterwards.
+        is_shared: whether writes modify the memfd. If False, writes modify only this mapping.
         is_inherited: whether forked child processes inherit the mapping.
         is_populated: whether all pages are mapped immediately instead of on first use.
 
     Attributes:
-        address, size: address of the first byte, and number of bytes.
-        is_shared, is_inherited: values of the arguments.
-        on_unmap: list with at most one function, which must be called before unmapping. The caller removes the function
-            from the list before calling it.
+        address, size: address of the first byte, and size in bytes.
+        is_shared, is_inherited: values of the constructor arguments.
+        on_unmap: list of at most one function, which must be called before the memory is unmapped. The caller removes
+            the function from the list before the call.
 
     Raises:
         OSError: the operating system refused the mapping.
@@ -118,7 +118,7 @@ class Mapping:
         Args:
             size: minimum number of bytes.
             is_inherited: whether forked child processes inherit the memory. Pinned memory must not be inherited,
-                because the first write after a fork replaces a page with a copy that is not pinned.
+                because the first write to a page after a fork replaces the page with an unpinned copy.
         """
         mapping = cls.__new__(cls)
         rounded = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -130,18 +130,18 @@ class Mapping:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process created the mapping, instead of inheriting it through a fork."""
+        """Whether this process created the mapping, rather than inheriting it through a fork."""
         return self._process_id == os.getpid()
 
     def array(self, start: int, size: int, owner: object = None) -> Bytes:
         """Return an array backed by part of the mapping.
 
-        The array and its views hold references to the mapping and to `owner`.
+        The array and its views keep references to the mapping and to `owner`.
         """
         return np.asarray(_Part(self, start, size, owner))
 
     def discard_changes(self, first_page: int, end_page: int) -> None:
-        """Discard the changed pages in a range of a private mapping, so the range shows the memfd's pages again."""
+        """Discard the modified pages in a range of a private mapping. The range then shows the memfd's pages again."""
         page, count = self.address // PAGE_BYTES + first_page, end_page - first_page
         changed = _changed_pages(page, count)
         if changed is None:
@@ -161,7 +161,7 @@ class Mapping:
 
 
 class _Part:
-    """The base object of an array in a mapping, which holds references to the mapping and an owner."""
+    """The base object of an array in a mapping, which keeps references to the mapping and an owner."""
 
     def __init__(self, mapping: Mapping, start: int, size: int, owner: object) -> None:
         self._kept = mapping, owner
@@ -174,7 +174,7 @@ class _Part:
 
 
 def _changed_pages(first_page: int, count: int) -> NDArray[np.intp] | None:
-    """Return the pages of a private mapping that this process has changed, or None if they cannot be determined."""
+    """Return the pages of a private mapping that this process has modified, or None if these pages are unknown."""
     try:
         with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
             entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * count, 8 * first_page), np.uint64)

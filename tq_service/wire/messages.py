@@ -1,6 +1,6 @@
-"""Conversion between protobuf messages and Python objects, such as dataclasses, by field name.
+"""Conversion between protobuf messages and Python objects, such as dataclasses, based on field names.
 
-Durations are float seconds in Python objects, and `google.protobuf.Duration` in messages.
+Durations are seconds as floats in Python objects, and `google.protobuf.Duration` in messages.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ _ENUMS: Final[Mapping[str, EnumWords[Any]]] = {
 
 
 def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
-    """Create a dataclass instance from the message fields of the same names.
+    """Create a dataclass instance from the message fields with the same names.
 
     An optional field becomes None if it is unset or, for fields without presence, empty. Repeated fields become tuples,
     submessages become dataclasses of the annotated types, and a Duration `x` becomes the float `x_seconds`. If a
-    message field is empty and the dataclass field has a default, the default is used.
+    message field is empty and the dataclass field has a default, the instance uses the default.
 
     Args:
-        kind: the dataclass to create.
-        message: the message to read.
+        kind: dataclass to instantiate.
+        message: message to read.
         **given: values of dataclass fields that are not read from the message.
     """
     any_kind: Any = kind
@@ -105,12 +105,12 @@ def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
 
 
 def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
-    """Create a message from the attributes of an object with the same names.
+    """Create a message from the object attributes with the same names.
 
     Args:
-        kind: the message class to create.
-        source: object whose attributes are read: None for an unset field, an object for a submessage, a word for an
-            enum, and `x_seconds` for a Duration `x`.
+        kind: message class to instantiate.
+        source: object whose attributes are read. An attribute is None for an unset field, an object for a submessage, a
+            word for an enum, and a number `x_seconds` for a Duration `x`.
         **given: values of message fields that are not read from attributes.
     """
     values = {
@@ -123,9 +123,9 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
 
 @cache
 def _fields(kind: Any) -> list[tuple[str, Callable[[Message], Any], bool]]:
-    """Return the name and the reader of each dataclass field, and whether the field has a default other than None.
+    """For each dataclass field, return its name, its reader, and whether its default differs from None.
 
-    A duration counts as a field without a default, because an unset Duration means 0 seconds.
+    A duration field counts as having no default, because an unset Duration means 0 seconds.
     """
     hints = get_type_hints(kind)
     return [
@@ -148,7 +148,7 @@ def _reader(name: str, hint: Any) -> Callable[[Message], Any]:
 
 
 def _parts(name: str, hint: Any) -> tuple[Callable[[Any], Any] | None, bool, bool]:
-    """Return the reader for a type or for the items of a tuple, whether None is allowed, and whether it is a tuple."""
+    """Return the reader for a type (or a tuple's items), whether None is allowed, and whether the type is a tuple."""
     is_optional = NoneType in get_args(hint)
     if is_optional:
         (hint,) = (each for each in get_args(hint) if each is not NoneType)
@@ -174,7 +174,7 @@ def _value(name: str, read: Callable[[Any], Any] | None, is_optional: bool, is_t
 
 
 def _sent(value: Any, field: Any) -> Any:
-    """Convert an attribute to a value for a message field."""
+    """Convert the value of an attribute to the value of a message field."""
     described = field.message_type
     if value is None or (described is None and field.enum_type is None):
         return value
@@ -188,12 +188,12 @@ def _sent(value: Any, field: Any) -> Any:
 
 
 MOST_SECONDS: Final = 315_576_000_000
-"""Maximum number of seconds that a Duration can represent, about 10,000 years."""
+"""Maximum number of seconds that a Duration can represent, which is about 10,000 years."""
 _NANOS: Final = 10**9
 
 
 def to_duration(seconds: float) -> Duration:
-    """Convert seconds to a Duration, rounded to nanoseconds and clipped to the range of a Duration.
+    """Convert seconds to a Duration, rounding to nanoseconds and clipping to the range of a Duration.
 
     Raises:
         ValueError: `seconds` is NaN.
@@ -207,7 +207,7 @@ def to_duration(seconds: float) -> Duration:
 
 
 def read_seconds(field: str, span: Duration) -> float:
-    """Convert the Duration in a field to seconds. An unset Duration is 0.
+    """Convert the Duration in a field to seconds. An unset Duration means 0 seconds.
 
     Raises:
         InvalidArgumentError: the Duration exceeds the maximum, or its parts are inconsistent.
@@ -215,8 +215,8 @@ def read_seconds(field: str, span: Duration) -> float:
     seconds, nanos = span.seconds, span.nanos
     if abs(seconds) > MOST_SECONDS or abs(nanos) >= _NANOS or seconds * nanos < 0:
         raise InvalidArgumentError(
-            f"{field} has {seconds} seconds and {nanos} nanos; set at most {MOST_SECONDS} seconds, less than {_NANOS} "
-            f"nanos, and the same sign for both",
+            f"{field} has {seconds} seconds and {nanos} nanos; expected at most {MOST_SECONDS} seconds and fewer than "
+            f"{_NANOS} nanos, both with the same sign",
             field=field,
         )
     return seconds + nanos / _NANOS

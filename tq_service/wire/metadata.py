@@ -1,8 +1,9 @@
 """Conversion of sample indexes, cells, enum words, field specs and custom_meta to and from protobuf messages.
 
-Sample indexes and row numbers are large integer arrays that mostly consist of runs of consecutive numbers. custom_meta
-is sent in columns. Users write custom_meta either as columns or as one mapping per sample, and read it as one mapping
-per sample. `values_to_meta_column`, `rows_to_meta_columns` and `meta_columns_to_rows` convert between the two forms.
+Sample indexes and row numbers are large integer arrays that mostly consist of runs of consecutive numbers. Messages
+contain custom_meta in columns. Users write custom_meta either as columns or as one mapping per sample, and read
+custom_meta as one mapping per sample. The functions `values_to_meta_column`, `rows_to_meta_columns` and
+`meta_columns_to_rows` convert between the two forms.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ NO_INTEGERS: Final = np.zeros(0, np.int64)
 def decode_integers(values: Sequence[int]) -> Indexes:
     """Convert a repeated integer field to an array of shape `(n,)`.
 
-    For a long field, numpy reads protobuf's buffer with a single copy. For a few values, a single copy would be slower.
+    For a long field, numpy reads protobuf's buffer with a single copy. For a few values, iteration is faster.
     """
     count = len(values)
     return np.fromiter(values, np.int64, count) if count <= _FEW_VALUES else np.array(values, np.int64)
@@ -65,7 +66,7 @@ def decode_integers(values: Sequence[int]) -> Indexes:
 def fill_packed(message: Any, field: str, values: NDArray[Any]) -> None:
     """Fill an empty repeated field that contains booleans or numbers of 4 or 8 bytes.
 
-    The bytes of a packed protobuf field are identical to the bytes of an array, so they are copied only once.
+    A packed protobuf field contains the same bytes as an array, so the bytes are copied only once.
     """
     if values.size <= _FEW_VALUES:
         getattr(message, field).extend(values.tolist())
@@ -86,7 +87,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
-    """Return the numbers in all runs, in order. For example, firsts (3, 8) and counts (2, 1) yield (3, 4, 8)."""
+    """Return the numbers in all runs, in order. For example, the firsts (3, 8) and counts (2, 1) yield (3, 4, 8)."""
     if firsts.size == 1:
         return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
     starts = np.cumsum(counts) - counts
@@ -100,26 +101,26 @@ def runs_of(values: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def _runs_at(breaks: NDArray[np.bool_], count: int) -> tuple[Indexes, Indexes]:
-    """Return the starts and lengths of the runs in `count` values. Value `i + 1` starts a run if `breaks[i]` is set."""
+    """Return the starts and lengths of runs in `count` values. A run starts at value `i + 1` if `breaks[i]` is set."""
     starts = np.flatnonzero(np.concatenate(([count > 0], breaks)))
     return starts, np.diff(starts, append=count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CellRuns:
-    """The location of cells in fields that were put together.
+    """The locations of cells in fields that were put together.
 
     The cells are represented as runs of adjacent rows, in the requested order.
 
     Attributes:
         field_names: names of the fields to which the runs apply.
-        put_indexes: for each run, index of its put in the accompanying list of puts, of shape `(runs,)`.
-        first_rows: for each run, index of its first row within the put, of shape `(runs,)`.
-        row_counts: number of rows in each run, of shape `(runs,)`.
-        extent_counts: for cells to which values were appended, the number of rows (extents) in each cell, of shape
-            `(n,)`. Empty if each cell is a single row.
-        extent_lengths: for each row, the number of items in dimension 0 that belong to the cell, of shape `(rows,)`.
-            `WHOLE_EXTENT` stands for all items.
+        put_indexes: array of shape `(runs,)` with the index of each run's put in the accompanying list of puts.
+        first_rows: array of shape `(runs,)` with the index of each run's first row within its put.
+        row_counts: array of shape `(runs,)` with the number of rows in each run.
+        extent_counts: array of shape `(n,)` with the number of rows (extents) in each cell, if values were appended to
+            cells. Empty if each cell is a single row.
+        extent_lengths: array of shape `(rows,)` with the number of items in dimension 0 of each row that belong to the
+            cell. `WHOLE_EXTENT` stands for all items.
     """
 
     field_names: tuple[str, ...]
@@ -131,7 +132,7 @@ class CellRuns:
 
     @classmethod
     def from_proto(cls, message: pb.CellRuns, *, with_extents: bool = True) -> CellRuns:
-        """Decode the runs of a get without validating them. `with_extents` also decodes the extents of the cells."""
+        """Decode the runs of a get without validation. If `with_extents` is True, also decode the cells' extents."""
         return cls(
             field_names=tuple(message.field_names),
             put_indexes=decode_integers(message.put_indexes),
@@ -143,7 +144,7 @@ class CellRuns:
 
     @classmethod
     def of_samples(cls, message: pb.CellRuns) -> CellRuns:
-        """Return the location of each sample's cell. A cell that is shared by several samples is repeated."""
+        """Return the location of each sample's cell. A cell shared by several samples is repeated for each of them."""
         runs = cls.from_proto(message)
         if not message.sample_counts:
             return runs
@@ -159,7 +160,7 @@ class CellRuns:
         extent_counts: Indexes = NO_INTEGERS,
         extent_lengths: Indexes = NO_INTEGERS,
     ) -> CellRuns:
-        """Build runs from individual rows. `puts` and `rows` contain each row's put and its index within the put."""
+        """Build runs from individual rows. `puts` and `rows` contain each row's put and its index in this put."""
         starts, counts = _runs_at((np.diff(puts) != 0) | (np.diff(rows) != 1), rows.size)
         return cls(
             field_names=field_names,
@@ -183,11 +184,11 @@ class CellRuns:
         return int(self.row_counts.sum())
 
     def expand(self) -> tuple[Indexes, Indexes]:
-        """Return the put of each row and its index within the put, both of shape `(rows,)`."""
+        """Return the put of each row and the row's index in this put, as two arrays of shape `(rows,)`."""
         return np.repeat(self.put_indexes, self.row_counts), expand_runs(self.first_rows, self.row_counts)
 
     def select(self, positions: Indexes) -> CellRuns:
-        """Return the runs for the cells at `positions`, in the given order."""
+        """Return the runs of the cells at `positions`, in the given order."""
         puts, rows = self.expand()
         counts = self.extent_counts
         if not counts.size:
@@ -198,7 +199,7 @@ class CellRuns:
 
 
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
-    """Set the sample indexes in a batch message that does not contain any yet."""
+    """Set the sample indexes in a batch message that does not contain sample indexes yet."""
     if len(indexes) > _FEW_VALUES:
         if isinstance(indexes, range):
             firsts, counts = [indexes.start], [len(indexes)]
@@ -212,10 +213,11 @@ def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
 
 
 def read_indexes(message: pb.BatchMeta) -> Indexes:
-    """Return the sample indexes from a batch message, in order.
+    """Return the sample indexes in a batch message, in order.
 
     Raises:
-        InvalidArgumentError: both index forms are set, ranges are invalid, or there are too many samples.
+        InvalidArgumentError: indexes are set in both forms, a range is invalid, or the message contains too many
+            samples.
     """
     if not message.HasField("index_ranges"):
         return decode_integers(message.global_indexes)
@@ -223,14 +225,14 @@ def read_indexes(message: pb.BatchMeta) -> Indexes:
     counts = decode_integers(message.index_ranges.index_counts)
     if message.global_indexes or firsts.size != counts.size or bool((counts < 1).any()):
         raise InvalidArgumentError(
-            f"index_ranges has {firsts.size} first_indexes and {counts.size} index_counts, and there are "
-            f"{len(message.global_indexes)} global_indexes; send as many index_counts as first_indexes, each 1 or "
-            "more, and no global_indexes",
+            f"got {firsts.size} first_indexes and {counts.size} index_counts in index_ranges, and "
+            f"{len(message.global_indexes)} global_indexes; expected as many index_counts as first_indexes, each at "
+            "least 1, and no global_indexes",
             field="index_ranges",
         )
     if float(counts.sum(dtype=np.float64)) > _MOST_INDEXES:
         raise InvalidArgumentError(
-            f"index_ranges contains more than {_MOST_INDEXES} samples; request fewer", field="index_ranges"
+            f"index_ranges contains more than {_MOST_INDEXES} samples; request fewer samples", field="index_ranges"
         )
     return expand_runs(firsts, counts)
 
@@ -240,10 +242,10 @@ _NUMBERS: Final[dict[type, Any]] = {bool: np.bool_, int: np.int64, float: np.flo
 
 
 def exact_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Convert Python bools, integers or floats to an array without loss, or return None if no dtype can represent them.
+    """Convert Python bools, integers or floats to an array. Return None if no dtype can represent all values exactly.
 
     Args:
-        values: numbers. The result is None if there are values of other types.
+        values: numbers. The result is None if any value has another type.
         kinds: set of the types of the values.
     """
     if kinds == {int, float} and not any(type(value) is int and abs(value) > LARGEST_EXACT for value in values):
@@ -262,13 +264,13 @@ Word = TypeVar("Word", bound=str)
 
 
 class EnumWords(Generic[Word]):
-    """Words that represent the values of a protobuf enum. None represents the unspecified value.
+    """A mapping between words and the values of a protobuf enum, in which None represents the unspecified value.
 
     Args:
-        name: name of the field, for error messages.
-        enum: the protobuf enum.
-        words: the words, or a mapping from words to the names of the enum values, without their common prefix. By
-            default, the name of a value is the word in capitals.
+        name: name of the field, for use in error messages.
+        enum: protobuf enum.
+        words: the words, or a mapping from words to the names of enum values without their common prefix. By default, a
+            value has the name of its word in capitals.
     """
 
     def __init__(self, name: str, enum: Any, words: Iterable[Word] | Mapping[Word, str]) -> None:
@@ -280,7 +282,7 @@ class EnumWords(Generic[Word]):
         self._words: dict[int, Word | None] = {0: None, **{number: word for word, number in numbers.items()}}
 
     def encode(self, word: str | None, name: str | None = None) -> Any:
-        """Return the enum number of a word. Error messages refer to the argument as `name`.
+        """Return the enum number for a word. Error messages refer to the argument as `name`.
 
         Raises:
             InvalidArgumentError: the word does not belong to the enum.
@@ -289,7 +291,7 @@ class EnumWords(Generic[Word]):
             return 0
         if word not in self._numbers:
             name = name or self._name
-            raise InvalidArgumentError(f"{name} is {word!r}, expected one of {', '.join(self._numbers)}", field=name)
+            raise InvalidArgumentError(f"{name} is {word!r}; expected one of {', '.join(self._numbers)}", field=name)
         return self._numbers[word]
 
     def decode(self, number: int, name: str | None = None) -> Word | None:
@@ -301,7 +303,7 @@ class EnumWords(Generic[Word]):
         if number not in self._words:
             name = name or self._name
             raise InvalidArgumentError(
-                f"{name} is {number}, which is unknown; expected the enum number of one of {', '.join(self._numbers)}",
+                f"{name} is {number}; expected the enum number of one of {', '.join(self._numbers)}",
                 field=name,
             )
         return self._words[number]
@@ -349,7 +351,7 @@ _REMOVED: Final = 3
 
 @lru_cache(maxsize=1024)
 def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
-    """Encode a field spec as a message. All callers share the message, so they must copy it instead of modifying it."""
+    """Encode a field spec as a message. All callers share this message, so callers must not modify it."""
     return pb.FieldSpec(
         name=spec.name,
         dtype=spec.dtype,
@@ -374,15 +376,15 @@ def decode_spec(message: pb.FieldSpec) -> FieldSpec:
 
 @lru_cache(maxsize=1024)
 def _remembered_spec(serialized: bytes) -> FieldSpec:
-    """Decode a field spec, using a cache. All claims, puts and gets use the same few specs."""
+    """Decode a field spec with a cache, because all claims, puts and gets use the same few specs."""
     return _read_spec(pb.FieldSpec.FromString(serialized))
 
 
 def _read_spec(message: pb.FieldSpec) -> FieldSpec:
     if message.row_shape and not message.row_shape_known:
         raise InvalidArgumentError(
-            f"field {message.name!r} has the row shape {list(message.row_shape)}, but row_shape_known is not set; set "
-            "row_shape_known, or omit the row shape, which the first put then determines",
+            f"field {message.name!r} has the row shape {list(message.row_shape)}, but row_shape_known is not set. Set "
+            "row_shape_known, or omit the row shape to let the first put determine it",
             field="row_shape_known",
             metadata={"field_name": message.name},
         )
@@ -434,7 +436,7 @@ def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
         given = values.tolist()
         place = f"[{given.index(error.object)}]" if error.object in given else ""
         raise InvalidArgumentError(
-            f"custom_meta column {column.name!r}{place} is {error.object!r:.200}, expected text in valid Unicode "
+            f"custom_meta column {column.name!r}{place} is {error.object!r:.200}; expected text in valid Unicode "
             f"({error})",
             field="custom_meta",
         ) from None
@@ -445,12 +447,13 @@ def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> li
     """Decode the custom_meta columns for `row_count` samples.
 
     Raises:
-        InvalidArgumentError: a name is empty or repeated, a column has no type, or a count does not match `row_count`.
+        InvalidArgumentError: a column name is empty or repeated, a column has no type, or the number of values does not
+            match `row_count`.
     """
     columns: dict[str, MetaColumn] = {}
     for message in messages:
         if not message.name:
-            raise InvalidArgumentError("a custom_meta column has no name; name every column", field="custom_meta")
+            raise InvalidArgumentError("a custom_meta column has no name; set its name", field="custom_meta")
         if message.name in columns:
             raise _wrong_column(message, "appears twice; send each column only once")
         columns[message.name] = _decode_meta_column(message, row_count)
@@ -472,7 +475,7 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
         if kinds.size != row_count or kinds.max() > _REMOVED:
             raise _wrong_column(
                 message,
-                f"has {kinds.size} kinds up to {kinds.max()}, expected {row_count} kinds from 0 to {_REMOVED}, one per "
+                f"has {kinds.size} kinds up to {kinds.max()}; expected {row_count} kinds from 0 to {_REMOVED}, one per "
                 "sample, or no kinds if all values have the same kind",
             )
     else:
@@ -495,10 +498,10 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
 
 
 def check_json(columns: Sequence[MetaColumn]) -> list[MetaColumn]:
-    """Validate custom_meta columns sent by a client, and convert their JSON to canonical form.
+    """Validate custom_meta columns from a client, and convert their JSON texts to canonical form.
 
     Raises:
-        InvalidArgumentError: a text is not valid JSON or is nested too deeply.
+        InvalidArgumentError: a text is not valid JSON, or is nested too deeply.
     """
     checked = []
     for column in columns:
@@ -511,7 +514,7 @@ def check_json(columns: Sequence[MetaColumn]) -> list[MetaColumn]:
 
 
 def _spread(name: str, values: NDArray[Any], present: NDArray[np.bool_]) -> MetaColumn:
-    """Build a column from the values of the samples marked in `present`. The remaining samples get no value."""
+    """Build a column from the values of the samples marked in `present`. The other samples have no value."""
     if values.size < present.size:
         column = np.full(present.size, "" if values.dtype == object else 0, values.dtype)
         column[present] = values
@@ -533,12 +536,12 @@ def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
 
 
 def encode_produced(masks: Iterable[NDArray[np.bool_]]) -> list[bytes]:
-    """Return a bit mask per field of the samples that have a cell, or empty bytes if all samples have a cell."""
+    """For each field, return a bit mask of the samples that have a cell, or empty bytes if all samples have a cell."""
     return [b"" if mask.all() else np.packbits(mask, bitorder="little").tobytes() for mask in masks]
 
 
 def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[np.bool_], ...]:
-    """Return a read-only mask per field of the samples that have a cell, out of `row_count` samples.
+    """For each field, return a read-only mask of the samples, out of `row_count`, that have a cell.
 
     Raises:
         InvalidArgumentError: a mask does not have one bit per sample.
@@ -559,15 +562,15 @@ def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[
 
 
 def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
-    """Convert the custom_meta mappings of `n` samples to columns, each of which covers all `n` samples.
+    """Convert the custom_meta mappings of `n` samples to columns that each cover all `n` samples.
 
-    Values are JSON values, or numpy or torch scalars and arrays. None removes a value, and `JSON_NULL` stores null. The
-    type of a column is that of its first number, boolean or text. Values of other types are stored as JSON. If integers
-    and floats are mixed, the integers become floats. If a name is missing from a sample's mapping, the sample's value
-    is left unchanged.
+    Values are JSON values, or numpy or torch scalars and arrays. None removes a value, and `JSON_NULL` stores null. A
+    column has the type of its first number, boolean or text. Values of other types are stored as JSON. If integers and
+    floats are mixed, the integers become floats. If a name is missing from a sample's mapping, the sample's value
+    remains unchanged.
 
     Raises:
-        InvalidArgumentError: JSON cannot represent a value. The message contains the row and the key.
+        InvalidArgumentError: JSON cannot represent a value; the message contains the row and the key.
     """
     plain = rows if set(map(type, rows)) == {dict} else [_checked(position, row) for position, row in enumerate(rows)]
     # Fast path for the usual case in which all rows contain the same names. It runs no Python code per value.
@@ -581,7 +584,7 @@ def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
 
 
 def values_to_meta_column(name: str, values: Any) -> MetaColumn:
-    """Build a custom_meta column from an array, a tensor or a list with a value for each of `n` samples.
+    """Build a custom_meta column from an array, a tensor or a list with one value per sample.
 
     Args:
         name: name of the column.
@@ -593,7 +596,7 @@ def values_to_meta_column(name: str, values: Any) -> MetaColumn:
         values = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
         raise InvalidArgumentError(
-            f"custom_meta[{name!r}] is {type(values).__name__}, expected an array, a tensor or a list with one value "
+            f"custom_meta[{name!r}] is a {type(values).__name__}; expected an array, a tensor or a list with one value "
             "per sample",
             field="custom_meta",
         )
@@ -610,14 +613,14 @@ def values_to_meta_column(name: str, values: Any) -> MetaColumn:
 def _checked(position: int, row: Any) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         raise InvalidArgumentError(
-            f"custom_meta[{position}] is {type(row).__name__}, expected a mapping of names to values",
+            f"custom_meta[{position}] is a {type(row).__name__}; expected a mapping from names to values",
             field="custom_meta",
         )
     return dict(row)
 
 
 def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaColumn:
-    """Build a column from the values of the rows marked in `present`."""
+    """Build a column from the values of the samples marked in `present`."""
     name = _checked_name(name)
     kinds = set(map(type, values))
     array = np.array(values, np.object_) if kinds == {str} else exact_numbers(values, kinds)
@@ -629,13 +632,13 @@ def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaCol
 def _checked_name(name: Any) -> str:
     if not isinstance(name, str) or not name:
         raise InvalidArgumentError(
-            f"custom_meta has the key {name!r}; expected a non-empty string", field="custom_meta"
+            f"custom_meta contains the key {name!r}; expected a non-empty string", field="custom_meta"
         )
     return name
 
 
 def meta_columns_to_rows(columns: Iterable[MetaColumn], row_count: int) -> list[dict[str, Any]]:
-    """Convert custom_meta columns to one dict per sample. A dict does not contain keys for missing values."""
+    """Convert custom_meta columns to one dict per sample. Missing values have no key in the sample's dict."""
     rows: list[dict[str, Any]] = [{} for _ in range(row_count)]
     for column in columns:
         name, values, has_value = column.name, column.objects(), column.has_value

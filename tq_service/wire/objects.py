@@ -1,15 +1,15 @@
-"""Serialization of Python objects as msgpack bytes with extension types, and of JSON objects as text.
+"""Serialization of Python objects as msgpack bytes with extension types, and serialization of JSON objects as text.
 
 The supported types are None, bool, int of any size, float, complex, str, bytes, list, tuple, set, frozenset, and dict
-with hashable keys of these types. bytearray and memoryview are returned as bytes. Torch tensors, numpy arrays
-(including object arrays), numpy scalars, and types with a codec are also supported. Instances of subclasses of Python's
-built-in types are returned as instances of the base type. For example, an OrderedDict becomes a dict, a NamedTuple
-becomes a tuple, and a str Enum becomes a str. All other objects are rejected. They would require pickle, which executes
-code from its input.
+with hashable keys of these types. Values of type bytearray and memoryview are returned as bytes. Torch tensors, numpy
+arrays (including object arrays), numpy scalars, and types with a codec are also supported. Instances of subclasses of
+Python's built-in types are returned as instances of the base type. For example, an OrderedDict becomes a dict, a
+NamedTuple becomes a tuple, and a str Enum becomes a str. All other objects are rejected, because they would require
+pickle, which executes code from its input.
 
-Codecs are registered by name. A codec for PIL images is built in. The codec's name is sent with each object, and tells
-the reader which decoding function to use. Modules and classes are never sent. PIL is imported only when an image is put
-or read.
+Codecs are registered by name. A codec for PIL images is built in. The codec's name is sent with each object, and
+determines which decoding function the reader uses. Modules and classes are never sent. PIL is imported only when an
+image is put or read.
 
 JSON objects are stored as text that the service does not parse.
 """
@@ -56,9 +56,9 @@ _PLAIN: Final = (str, bytes, bytearray, memoryview, float, bool, type(None), int
 
 
 class _Refused(Exception):  # noqa: N818  (never leaves this module)
-    """A value that cannot be encoded. The message is empty if the value's type is not supported.
+    """Raised for a value that cannot be encoded. The message is empty if the value's type is not supported.
 
-    `_explain` determines the location of the value later.
+    The function `_explain` determines the location of the value later.
     """
 
 
@@ -70,16 +70,16 @@ _FAILURES: Final = (_Refused, ValueError, OverflowError, RecursionError)
 
 
 def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[bytes]:
-    """Encode each object as bytes. Sharing one packer is ten times as fast as creating a packer for each object.
+    """Encode each object as bytes. All objects share one packer, which is ten times as fast as one packer per object.
 
     Args:
-        values: the objects to encode.
-        name: name of the list in error messages, which append the position, as in `text[3]`.
-        first: position of the first object, for error messages.
+        values: objects to encode.
+        name: name of the list in error messages. The messages append the position, as in `text[3]`.
+        first: position of the first object, for use in error messages.
 
     Raises:
-        UnsupportedObjectError: an object contains a value that only pickle could encode. The message contains the type
-            and path of the value.
+        UnsupportedObjectError: an object contains a value that only pickle could encode; the message contains the type
+            and the path of the value.
     """
     packer = msgpack.Packer(default=lambda other: _extension(other, 0), **_OPTIONS)
     packed: list[bytes] = []
@@ -93,14 +93,15 @@ def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[
 
 
 def decode_object(data: memoryview | bytes, *, as_torch: bool | None = None) -> Any:
-    """Decode an object that `encode_objects` has encoded.
+    """Decode an object encoded by `encode_objects`.
 
     Args:
-        data: the encoded object.
-        as_torch: whether to return tensors as torch tensors instead of numpy arrays. None: True if torch is installed.
+        data: bytes of the encoded object.
+        as_torch: whether to return tensors as torch tensors instead of numpy arrays. None means True if torch is
+            installed.
 
     Raises:
-        InvalidArgumentError: the bytes are not a valid encoding, or a dtype requires torch but torch is not installed.
+        InvalidArgumentError: the bytes are not a valid encoding, or a dtype requires torch, which is not installed.
     """
     return _unpack(data, 0, has_torch() if as_torch is None else as_torch)
 
@@ -111,7 +112,7 @@ def _pack(value: Any, depth: int) -> bytes:
 
 
 def _extension(value: Any, depth: int) -> Any:
-    """Convert a value of a type that msgpack does not support to a value that msgpack can pack."""
+    """Convert a value whose type msgpack does not support to a value that msgpack can pack."""
     kind = type(value)
     if kind is int:
         size = value.bit_length() // 8 + 1
@@ -125,7 +126,7 @@ def _extension(value: Any, depth: int) -> Any:
         try:
             encoded = codec.encode(value)
         except Exception as error:
-            raise _Refused(f"was rejected by its codec {codec.name!r}: {error!r}") from error
+            raise _Refused(f"was rejected by codec {codec.name!r}: {error!r}") from error
         return _nested(_NAMED, [codec.name, encoded], depth)
     torch = loaded_torch()
     if torch is not None and isinstance(value, torch.Tensor):
@@ -177,21 +178,21 @@ def _is_number(dtype: np.dtype[Any]) -> bool:
 
 
 def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
-    """Build the error for a rejected object. It contains the location of the first value that cannot be encoded."""
+    """Build the error for a rejected object, with the location of the first value that cannot be encoded."""
     try:
         found = _find_refused(value, path)
     except RecursionError:
         found = None
     place, reason = found or (path, f"is nested too deeply, or too large, for msgpack ({error})")
     return UnsupportedObjectError(
-        f"{place} {reason}; put plain values, tensors, arrays, or lists, tuples, sets and dicts of them, or register a "
-        "codec for the type (tq_service.register_object_codec)",
+        f"{place} {reason}. Put plain values, tensors, arrays, or lists, tuples, sets and dicts of these, or register "
+        "a codec for the type (tq_service.register_object_codec)",
         metadata={"place": place},
     )
 
 
 def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
-    """Return the location of the first value that cannot be encoded, and the reason. Return None if there is none."""
+    """Return the location of the first value that cannot be encoded, and the reason. Return None if all can be."""
     for part, place in _parts_of(value, path):
         found = _find_refused(part, place)
         if found:
@@ -206,7 +207,7 @@ def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
 
 
 def _parts_of(value: Any, path: str) -> Iterable[tuple[Any, str]]:
-    """Yield each part of a container together with its location."""
+    """Yield each part of a container, together with the part's location."""
     kind = type(value)
     if kind in _PLAIN or codec_of(kind) is not None:
         return
@@ -233,7 +234,7 @@ def _describe_kind(culprit: Any) -> str:
 
 def _unpack(data: memoryview | bytes, depth: int, as_torch: bool) -> Any:
     if depth > _MAX_NESTED_EXTENSIONS:
-        raise InvalidArgumentError(f"an object has more than {_MAX_NESTED_EXTENSIONS} nested extensions")
+        raise InvalidArgumentError(f"an object contains more than {_MAX_NESTED_EXTENSIONS} nested extensions")
     try:
         return msgpack.unpackb(
             data,
@@ -248,7 +249,7 @@ def _unpack(data: memoryview | bytes, depth: int, as_torch: bool) -> Any:
 
 
 def _extended(code: int, payload: bytes, depth: int, as_torch: bool) -> Any:
-    """Decode an extension. The caller treats any exception as evidence of damaged bytes."""
+    """Decode an extension. The caller interprets any exception as evidence of damaged bytes."""
     if code == _BIG_INT:
         return int.from_bytes(payload, "little", signed=True)
     if code == _COMPLEX:
@@ -261,7 +262,7 @@ def _extended(code: int, payload: bytes, depth: int, as_torch: bool) -> Any:
         dtype, values = msgpack.unpackb(payload)
         return _decode_array(dtype, [], values)[()]
     if not 0 < code <= _NAMED:
-        raise InvalidArgumentError(f"an object has the unknown extension type {code}; update tq-service")
+        raise InvalidArgumentError(f"an object contains the unknown extension type {code}; update tq-service")
     items = _checked_list(_unpack(payload, depth + 1, as_torch))
     for make, number in _SEQUENCES.items():
         if code == number:
@@ -271,7 +272,7 @@ def _extended(code: int, payload: bytes, depth: int, as_torch: bool) -> Any:
 
 def _checked_list(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise ValueError(f"got {type(value).__name__}, expected a list")
+        raise ValueError(f"got a {type(value).__name__}; expected a list")
     return value
 
 
@@ -293,7 +294,7 @@ def _decode_tensor(dtype: Any, shape: Any, values: Any, *, as_torch: bool) -> An
 
 def _decode_array(dtype: Any, shape: Any, values: Any) -> Any:
     if not _ARRAY_DTYPE.fullmatch(dtype):
-        raise InvalidArgumentError(f"an array inside an object has dtype {dtype!r}, expected numbers or text")
+        raise InvalidArgumentError(f"an array inside an object has dtype {dtype!r}; expected numbers or text")
     parsed = np.dtype(dtype)
     _check_size(shape, parsed.itemsize, values)
     if not parsed.itemsize and math.prod(shape) > 1:
@@ -312,14 +313,14 @@ def _decode_object_array(shape: Any, items: Any) -> Any:
 
 
 def _check_size(shape: Any, itemsize: int, values: Any) -> None:
-    """Check that a shape matches the values, before memory is allocated for the array."""
+    """Check that a shape matches the values before memory is allocated for the array."""
     plausible = len(_checked_list(shape)) <= _MAX_DIMS
     if not plausible or any(type(size) is not int or not 0 <= size < 1 << 48 for size in shape):
-        raise InvalidArgumentError(f"a tensor or array inside an object has shape {shape!r}, expected a list of sizes")
+        raise InvalidArgumentError(f"a tensor or array inside an object has shape {shape!r}; expected a list of sizes")
     expected = math.prod(shape) * itemsize
     if expected != len(values):
         raise InvalidArgumentError(
-            f"a tensor or array inside an object has {len(values)} bytes or objects, expected {expected} for shape "
+            f"a tensor or array inside an object has {len(values)} bytes or objects; expected {expected} for shape "
             f"{shape}"
         )
 
@@ -339,25 +340,25 @@ _by_kind: Final[dict[type, ObjectCodec]] = {}
 
 
 def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    """Register a codec for objects of a particular type, in this process only.
+    """Register a codec for objects of a particular type in this process.
 
-    Every process that puts or reads such objects must first register a codec under the same name. This includes a
-    loader's worker processes. Preferably, register the codec in the module that defines the type. A new registration
-    replaces earlier registrations of its name or type.
+    Every process that puts or reads such objects, including loader workers, must first register a codec under the same
+    name. Preferably, register the codec in the module that defines the type. A new registration replaces earlier
+    registrations of the same name or type.
 
     Args:
-        name: name that is sent with each object, 1 to 512 printable characters. Preferably, use a unique prefix, as in
-            "acme.Trajectory".
+        name: name that is sent with each object, with 1 to 512 printable characters. Preferably, use a unique prefix,
+            as in "acme.Trajectory".
         kind: type of the objects. The codec also applies to subclasses for which no codec is registered.
         encode: function that converts an object to a value that can be put without a codec: a plain value, a tensor, an
             array, or a container of such values.
-        decode: function that recreates the object from the result of `encode`. Every reader calls this function on data
-            from any producer, so it must not trust or unpickle its input.
+        decode: function that recreates the object from the result of `encode`. Readers call this function on data from
+            any producer, so the function must not trust or unpickle its input.
     """
     check_name("name", name)
     if not isinstance(kind, type) or kind in _CARRIED:
         raise InvalidArgumentError(
-            f"kind is {kind!r}; expected a type that is not supported without a codec. Define and register a new class",
+            f"kind is {kind!r}; expected a type that is not supported without a codec. Register a new class instead",
             field="kind",
         )
     before = _by_name.get(name)
@@ -375,7 +376,7 @@ def codec_of(kind: type) -> ObjectCodec | None:
 
 
 def codec_named(name: str) -> ObjectCodec:
-    """Return the codec that is registered under a name.
+    """Return the codec registered under a name.
 
     Raises:
         InvalidArgumentError: the name is not registered in this process, or PIL is not installed.
@@ -420,7 +421,10 @@ def _encode_image(image: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether an entry of an image's info can be encoded. Some image formats store PIL objects in the info."""
+    """Return whether an entry of an image's info can be encoded.
+
+    Some image formats store PIL objects in the info, which cannot be encoded.
+    """
     return type(value) in {bool, int, float, str, bytes} or (type(value) is tuple and all(map(_is_plain, value)))
 
 
@@ -429,7 +433,7 @@ def _decode_image(parts: Mapping[str, Any]) -> Any:
 
     size, pixels = parts["size"], parts["pixels"]
     if math.prod(size) > 8 * len(pixels):  # a pixel has at least 1 bit; check before memory is allocated
-        raise ValueError(f"got {len(pixels)} bytes for an image of size {size}")
+        raise ValueError(f"got only {len(pixels)} bytes for an image of size {size}")
     image = Image.frombytes(parts["mode"], size, pixels)
     if parts["palette"] is not None:
         rawmode, palette = parts["palette"]
@@ -445,14 +449,14 @@ def encode_json_object(name: str, value: Mapping[str, Any] | None) -> str:
     """Encode a mapping as JSON text. None is encoded as an empty mapping.
 
     Raises:
-        InvalidArgumentError: the mapping contains a value that JSON cannot represent, or the JSON text is too long.
+        InvalidArgumentError: `value` contains a value that JSON cannot represent, or the JSON text is too long.
     """
     try:
         _check_keys(value)
         text = json.dumps(dict(value or {}), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(
-            f"{name} cannot be encoded as JSON ({error}); expected a mapping of strings to JSON values: text, finite "
+            f"{name} cannot be encoded as JSON ({error}); expected a mapping from strings to JSON values: text, finite "
             "numbers, True, False, None, or lists and mappings of these",
             field=name,
         ) from None
@@ -461,7 +465,7 @@ def encode_json_object(name: str, value: Mapping[str, Any] | None) -> str:
 
 
 def _check_keys(value: Any) -> None:
-    """Raise TypeError if a key is not a string. Otherwise, JSON would silently convert the key to a string."""
+    """Raise TypeError if a key is not a string, because JSON would silently convert the key to a string."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -474,25 +478,25 @@ def _check_keys(value: Any) -> None:
 
 
 def decode_json_object(text: str) -> dict[str, Any]:
-    """Decode JSON text to a mapping. Empty text yields an empty mapping."""
+    """Decode JSON text to a mapping. An empty text yields an empty mapping."""
     value: dict[str, Any] = json.loads(text) if text else {}
     return value
 
 
 def check_json_object(name: str, text: str) -> None:
-    """Check that a text is a JSON object and does not exceed the length limit.
+    """Check that a text is a JSON object that does not exceed the length limit.
 
     Raises:
         InvalidArgumentError: the text is not a JSON object or is too long.
     """
     if (size := len(text.encode())) > MOST_JSON_BYTES:
-        raise InvalidArgumentError(f"{name} has {size} bytes, expected at most {MOST_JSON_BYTES}", field=name)
+        raise InvalidArgumentError(f"{name} has {size} bytes; expected at most {MOST_JSON_BYTES}", field=name)
     try:
         value = json.loads(text, parse_constant=_no_number) if text else {}
     except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"{name} is not valid JSON ({error}); send a JSON object", field=name) from None
+        raise InvalidArgumentError(f"{name} is not valid JSON ({error}); pass a JSON object", field=name) from None
     if not isinstance(value, dict):
-        raise InvalidArgumentError(f"{name} is a JSON {type(value).__name__}, expected an object", field=name)
+        raise InvalidArgumentError(f"{name} is a JSON {type(value).__name__}; expected an object", field=name)
 
 
 def _no_number(constant: str) -> NoReturn:
@@ -504,7 +508,7 @@ def no_collection() -> Iterator[None]:
     """Disable Python's cyclic garbage collector in this process during the `with` block.
 
     The collector runs after every 700 additional objects, and sometimes scans all objects in the process. If torch is
-    imported, a scan takes longer than reading thousands of objects. All objects created in the block stay in use, so
+    imported, a scan takes longer than reading thousands of objects. All objects created in the block remain in use, so
     the collector could not free any of them. If several threads use this context manager, the collector may resume when
     the first thread leaves its block.
     """

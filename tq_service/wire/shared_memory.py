@@ -1,14 +1,14 @@
-"""Memory shared by processes on the same host, in memfds whose file descriptors are sent over Unix sockets.
+"""Memory that processes on the same host share through memfds, whose file descriptors are sent over Unix sockets.
 
-The columns of a put are stored in a single memfd, one after another, each aligned to 64 bytes. There are two kinds of
-memory:
+The columns of a put are stored consecutively in a single memfd, each aligned to 64 bytes. Two kinds of memory are used:
 
 - A *region* is created by the storage service, written by clients that run as the same user, and reused for later puts.
-  The size of a region is fixed. Clients are trusted to write only during their own puts, see `dataplane.shared_memory`.
+  The size of a region is fixed. Clients are trusted to write only during their own puts (see
+  `dataplane.shared_memory`).
 - *Sealed memory* is created and written once by a client that runs as another user, and then sealed. After sealing, no
   process, including the client, can write, shrink or grow the memory.
 
-Programs that receive the bytes map both kinds privately, so their writes do not affect other processes.
+Programs that receive the bytes map both kinds of memory privately, so their writes do not affect other processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if sys.platform == "linux":
 
 
 def is_supported() -> bool:
-    """Return whether this system supports sealed memfds, and sockets that can transfer file descriptors."""
+    """Return whether this system supports sealed memfds and the transfer of file descriptors over sockets."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(socket, "recv_fds")
 
 
@@ -57,17 +57,17 @@ def check_supported() -> None:
         OSError: the system does not support shared memory.
     """
     if not is_supported():
-        raise OSError("this system does not support sealed memfds")
+        raise OSError("this system does not support sealed memfds, which shared memory requires")
 
 
 def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> None:
-    """Map a file over an anonymous mapping. The file stays mapped while the anonymous mapping exists.
+    """Map a file over an anonymous mapping. The file remains mapped while the anonymous mapping exists.
 
     Args:
-        memory: the anonymous mapping.
-        fd: file descriptor of the file. It may be closed afterwards.
+        memory: anonymous mapping to replace.
+        fd: file descriptor of the file, which may be closed afterwards.
         size: number of bytes to map, starting at the beginning of the file.
-        is_writable: whether writes change the file. If False, the mapping is read-only.
+        is_writable: whether writes to the mapping modify the file. If False, the mapping is read-only.
 
     Raises:
         OSError: the operating system refused the mapping.
@@ -87,11 +87,11 @@ def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> Non
 def new_region(size: int) -> int:
     """Create memory of `size` bytes that no process can resize, and return its file descriptor.
 
-    The kernel allocates all pages immediately and charges them to the control group of this process. No later write to
-    the memory can therefore fail.
+    The kernel allocates all pages immediately, and charges them to the control group of this process. Therefore, later
+    writes to the memory cannot fail.
 
     Raises:
-        OSError: the system is out of file descriptors or memory.
+        OSError: the system has too few file descriptors or too little memory.
     """
     fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -105,7 +105,7 @@ def new_region(size: int) -> int:
 
 
 def free_pages(memory: mmap.mmap) -> None:
-    """Return the pages of a writable region mapping to the system, even if other processes have mapped the region."""
+    """Return the pages of a writable mapping of a region to the system, even if other processes map the region."""
     # Python's madvise would hold the GIL, for 0.2 s in the case of a region of 256 MiB.
     whole = (ctypes.c_char * len(memory)).from_buffer(memory)
     advise(ctypes.addressof(whole), len(memory), mmap.MADV_REMOVE)
@@ -114,7 +114,7 @@ def free_pages(memory: mmap.mmap) -> None:
 def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
     """Yield the bytes of columns, and the padding between columns, in the layout of `place_columns`.
 
-    The padding must also be written. Otherwise, a sealed file would contain a hole, which `check_sealed` rejects, and a
+    The padding must also be written. Otherwise, a sealed file would contain holes, which `check_sealed` rejects, and a
     region would still contain old bytes.
     """
     for column in columns:
@@ -123,7 +123,7 @@ def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
 
 
 def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
-    """Copy columns into memory in the layout of `place_columns`. Large columns are copied by several threads."""
+    """Copy columns into memory in the layout of `place_columns`. Several threads copy large columns."""
     pieces = list(iter_frames(_placed(columns), _PIECE_BYTES, None))
     thread_count = min(len(pieces), _MOST_THREADS, len(os.sched_getaffinity(0)))
     targets = [target[number * _PIECE_BYTES :][:_PIECE_BYTES] for number in range(len(pieces))]
@@ -137,10 +137,10 @@ def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
 
 
 def write(fd: int, columns: Sequence[SourceColumn]) -> None:
-    """Write columns to a memfd in the layout of `place_columns`, without the page faults of a new mapping.
+    """Write columns to a memfd in the layout of `place_columns`, which avoids the page faults of a new mapping.
 
     Raises:
-        OSError: the system is out of memory.
+        OSError: the system has too little memory.
     """
     at = 0
     for views in on_host(_placed(columns)):
@@ -159,7 +159,7 @@ def write_sealed(columns: Sequence[SourceColumn]) -> int:
     """Write columns to new sealed memory in the layout of `place_columns`, and return its file descriptor.
 
     Raises:
-        OSError: the system is out of memory or file descriptors.
+        OSError: the system has too little memory or too few file descriptors.
     """
     fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -176,11 +176,11 @@ def _seal(fd: int) -> None:
 
 
 def check_sealed(fd: int, size: int | None = None) -> None:
-    """Check that a file descriptor refers to fully allocated memory that can no longer change.
+    """Check that a file descriptor refers to fully allocated memory that cannot change anymore.
 
     Args:
-        fd: the file descriptor to check.
-        size: required size in bytes. None: any size.
+        fd: file descriptor to check.
+        size: required size in bytes. None accepts any size.
 
     Raises:
         InvalidArgumentError: the memory is not sealed, has a different size, or is incomplete.
@@ -191,19 +191,19 @@ def check_sealed(fd: int, size: int | None = None) -> None:
         seals = 0
     if seals & _SEALS != _SEALS:
         raise InvalidArgumentError(
-            f"a file descriptor with seals {seals:#x} was sent; expected a memfd sealed against writing, shrinking, "
+            f"got a file descriptor with seals {seals:#x}; expected a memfd sealed against writing, shrinking, "
             f"growing and further seals ({_SEALS:#x})"
         )
     status = os.fstat(fd)
     if size is None:
         size = status.st_size
     if status.st_size != size:
-        raise InvalidArgumentError(f"shared memory of {status.st_size} bytes was sent; expected {size} bytes")
+        raise InvalidArgumentError(f"got shared memory of {status.st_size} bytes; expected {size} bytes")
     if status.st_blocks * _STAT_BLOCK_BYTES < size:
         # Reading a hole allocates memory on behalf of the reading process, which may have no memory left.
         raise InvalidArgumentError(
-            f"shared memory of {size} bytes was sent with only {status.st_blocks * _STAT_BLOCK_BYTES} bytes allocated; "
-            "write all bytes before sealing the memory"
+            f"got shared memory of {size} bytes with only {status.st_blocks * _STAT_BLOCK_BYTES} bytes allocated. "
+            "Write all bytes before sealing the memory"
         )
 
 
@@ -221,6 +221,6 @@ def read_into(fd: int, target: memoryview, start: int) -> None:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close file descriptors. Memory is freed when its last file descriptor and its last mapping no longer exist."""
+    """Close file descriptors. Memory is freed once neither a file descriptor nor a mapping refers to it."""
     for fd in fds:
         os.close(fd)

@@ -1,7 +1,7 @@
-"""Slices of rows, which select bytes from each row in a column, and the shape of the resulting column.
+"""Slices of rows, which select bytes from each row of a column, and the shape of the resulting column.
 
-The storage service slices rows, because only the service stores their lengths. A client slices a cell only if the
-extents of the cell are stored in several storage services. The client then joins the extents first.
+The storage service slices rows, because only the service stores row lengths. A client slices a cell only if the extents
+of the cell are stored in several storage services. In this case, the client joins the extents first.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from tq_service.wire.columns import MAX_ROWS, ColumnShape, row_shapes
 from tq_service.wire.metadata import NO_INTEGERS, Indexes, decode_integers, expand_runs, fill_packed
 
 TO_THE_END: Final = 2**63 - 1
-"""Stop value of a range that extends to the end of its row."""
+"""Stop value of a range that extends to the end of the row."""
 
 MOST_PIECES: Final = 1 << 23
-"""Maximum number of pieces per column. Each piece uses 24 bytes. A slice of dimension 1 has a piece for each token."""
+"""Maximum number of pieces per column. Each piece uses 24 bytes. A slice of dimension 1 has one piece per token."""
 
 _LARGEST_UNIT_BYTES: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowCut:
-    """The requested part of each row. See `RowSlice` in the protocol.
+    """The requested part of each row (see `RowSlice` in the protocol).
 
     Attributes:
         starts: start of each range in dimension 0.
         stops: stop of each range in dimension 0.
-        range_counts: number of ranges per row, of shape `(n,)`. Empty if all ranges apply to every row.
-        chunks: indexes of the chunks requested from each row, if chunks are requested instead of ranges.
-        chunk_count: number of chunks into which each row is divided. 0 if ranges are requested.
-        align: number of which every chunk length must be a multiple.
-        second: start and stop in dimension 1. None: the entire dimension.
+        range_counts: number of ranges per row, as an array of shape `(n,)`. Empty if all ranges apply to every row.
+        chunks: indexes of the chunks to return from each row, if chunks are requested instead of ranges.
+        chunk_count: number of chunks per row, or 0 if ranges are requested.
+        align: number that must divide every chunk length.
+        second: start and stop in dimension 1. None selects the entire dimension.
     """
 
     starts: Indexes = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -61,16 +61,16 @@ class RowCut:
         starts, stops = (decode_integers(values) for values in (message.starts, message.stops))
         counts = decode_integers(message.range_counts)
         if starts.size != stops.size:
-            raise _wrong(message, f"{starts.size} starts and {stops.size} stops; expected as many stops as starts")
+            raise _wrong(message, f"{starts.size} starts and {stops.size} stops; expected the same number of both")
         if message.chunk_count or message.chunks:
             if starts.size or counts.size:
-                raise _wrong(message, "ranges and chunks; expected only one of the two")
+                raise _wrong(message, "both ranges and chunks; expected only one of them")
             most, align = max(message.chunks, default=0), message.align or 1
             if not message.chunks or not most < message.chunk_count <= MAX_ROWS or align > MAX_ROWS:
                 raise _wrong(
                     message,
                     f"chunks {list(message.chunks[:5])} of {message.chunk_count}, aligned to {align}; expected at "
-                    f"least one chunk, each below chunk_count; chunk_count and align must not exceed {MAX_ROWS}",
+                    f"least one chunk, each below chunk_count, and at most {MAX_ROWS} for chunk_count and align",
                 )
         elif counts.size and (counts.size != row_count or int(counts.sum()) != starts.size):
             raise _wrong(
@@ -112,7 +112,7 @@ class RowCut:
         return message
 
     def select(self, positions: Indexes) -> RowCut:
-        """Return the cut for the rows at `positions`, in the given order."""
+        """Return the cut of the rows at `positions`, in the given order."""
         counts = self.range_counts
         if not counts.size:
             return self
@@ -120,11 +120,11 @@ class RowCut:
         return replace(self, starts=self.starts[at], stops=self.stops[at], range_counts=counts[positions])
 
     def chunk_lengths(self, lengths: Indexes) -> Indexes:
-        """Return the chunk length of each row. The last chunks of a row may be shorter."""
+        """Return the chunk length for each row. The last chunks of a row may be shorter."""
         return -(-lengths // (self.chunk_count * self.align)) * self.align
 
     def ranges(self, lengths: Indexes) -> tuple[Indexes, Indexes, Indexes]:
-        """Return the row, start and end of each requested range, given the length of each row."""
+        """Return the row, start and end of each requested range for rows of the given lengths."""
         if self.chunk_count:
             chunks = np.array(self.chunks, np.int64)
             owners = np.repeat(np.arange(lengths.size), chunks.size)
@@ -142,7 +142,7 @@ class RowCut:
         return owners, begins, np.maximum(begins, ends)
 
     def cut_shape(self, spec: FieldSpec) -> tuple[int, ...] | None:
-        """Return the shape of the resulting rows, with -1 for sizes that may vary, or None if it is unknown."""
+        """Return the shape of the resulting rows, with -1 for sizes that may vary, or None if the shape is unknown."""
         shape = list(spec.row_shape or ())
         if not shape:
             return None
@@ -163,7 +163,7 @@ class RowCut:
 
 
 def _resolved(bounds: Indexes, lengths: Indexes) -> Indexes:
-    """Resolve range bounds like Python slices. Negative bounds count from the end, and all bounds are clipped."""
+    """Resolve range bounds as Python slices do. Negative bounds count from the end, and all bounds are clipped."""
     return np.clip(np.where(bounds < 0, bounds + lengths, bounds), 0, lengths)
 
 
@@ -178,10 +178,10 @@ class RowPieces:
 
     Attributes:
         column: header of the resulting column.
-        rows: row index of each piece, of shape `(m,)`.
-        starts: offset of each piece within the bytes of its row, of shape `(m,)`.
-        sizes: size of each piece in bytes, of shape `(m,)`. Sizes may be 0.
-        unit: number of bytes of which all sizes are multiples, and all distances between pieces in a put.
+        rows: row index of each piece, as an array of shape `(m,)`.
+        starts: offset of each piece within the bytes of its row, as an array of shape `(m,)`.
+        sizes: size of each piece in bytes, as an array of shape `(m,)`. Sizes may be 0.
+        unit: number of bytes that divides every piece's size and the distance between any two pieces in a put.
     """
 
     column: ColumnShape
@@ -198,9 +198,9 @@ def cut_rows(
 
     Args:
         column: header that describes the complete rows of the column.
-        cut: the requested part of each row.
-        extent_counts: number of extents per cell, if each row is an extent. In this case, each resulting row is a cell.
-        extent_lengths: number of items in dimension 0 of each extent that belong to the extent's cell.
+        cut: requested part of each row.
+        extent_counts: number of extents per cell, if the rows are extents. In this case, each resulting row is a cell.
+        extent_lengths: number of items in dimension 0 of each extent that belong to the cell.
 
     Raises:
         InvalidArgumentError: the rows of the field cannot be sliced as requested.
@@ -242,13 +242,13 @@ def _check_cut(spec: FieldSpec, cut: RowCut, *, is_joined: bool) -> None:
     shape = spec.row_shape or ()
     problem = ""
     if spec.layout is Layout.OBJECT:
-        problem = "objects cannot be sliced; get the field without a slice"
+        problem = "objects cannot be sliced; request the field without a slice"
     elif not shape:
-        problem = "its rows are single values; get the field without a slice"
+        problem = "its rows are single values; request the field without a slice"
     elif cut.second is not None and (len(shape) < 2 or shape[1] < 0):
         problem = "a slice of the second dimension requires the same size in all rows; slice only the first dimension"
     elif is_joined and -1 in shape[1:]:
-        problem = "only cells that differ solely in the first dimension can be joined; omit extent_counts for it"
+        problem = "only cells that differ solely in the first dimension can be joined; omit its extent_counts"
     if problem:
         raise InvalidArgumentError(
             f"field {spec.name!r} is {spec.describe()}, and {problem}",
@@ -260,7 +260,7 @@ def _check_cut(spec: FieldSpec, cut: RowCut, *, is_joined: bool) -> None:
 def _byte_ranges(
     column: ColumnShape, cut: RowCut, shapes: Indexes, rows: Indexes, bounds: tuple[Indexes, Indexes]
 ) -> tuple[Indexes, Indexes, int | None, int]:
-    """Return the start and size of each range in bytes, the width of a sliced dimension 1 or None, and the unit."""
+    """Return each range's start and size in bytes, the width of a sliced dimension 1 (or None), and the unit."""
     spec, (begins, ends) = column.spec, bounds
     shape = spec.row_shape or ()
     item_bytes = (shapes[:, 1:].prod(axis=1) * spec.itemsize)[rows]

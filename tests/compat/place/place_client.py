@@ -40,7 +40,7 @@ def test_fields_are_added_to_samples(client):
     assert (got["x"].tolist(), got.get("y").tolist()) == ([2, 0], ["a", None])
     assert client.get_data(again.select_fields(["x"]))["x"].tolist() == [2, 0]
     assert client.get_data(tq.BatchMeta.empty()).batch_size == torch.Size([0])
-    with pytest.raises(ValueError, match="metadata is empty"):
+    with pytest.raises(ValueError, match="metadata contains no samples"):
         client.put(batch(2, y=torch.ones(2)), metadata=tq.BatchMeta.empty())
     with pytest.raises(ValueError, match="neither metadata nor partition_id"):
         client.put(batch(2, y=torch.ones(2)))

@@ -200,10 +200,10 @@ def test_gets_have_the_fields_that_all_samples_have(kv):
 def test_what_is_not_there(kv):
     assert kv.kv_list("nothing") == kv.kv_list() == {}
     kv.kv_clear(["a"], "nothing")
-    with pytest.raises(ValueError, match="keys or partition were not found"):
+    with pytest.raises(ValueError, match="could not find the keys"):
         kv.kv_batch_get("a", "nothing")
     kv.kv_batch_put(["a", "c"], "train", fields=batch(2, x=torch.ones(2)))
-    with pytest.raises(ValueError, match="keys or partition were not found"):
+    with pytest.raises(ValueError, match="could not find the keys"):
         kv.kv_batch_get("b", "train")
     assert kv.kv_batch_get(["b", "a"], "train")["x"].tolist() == [1.0]
     kv.kv_clear(["b", "c"], "train")
@@ -235,7 +235,7 @@ def test_a_parser_changes_columns_before_they_are_put(kv):
     got = kv.kv_batch_get(["a", "b"], "train")
     assert (got.get("url").tolist(), got["x"].tolist()) == ([{"from": "u"}, {"from": "v"}], [2, 3])
     assert [row.numel() for row in got["r"].unbind()] == [4, 2]
-    with pytest.raises(ValueError, match="data_parser changed"):
+    with pytest.raises(ValueError, match="data_parser added or removed"):
         kv.kv_batch_put(["a", "b"], "train", fields=fields, data_parser=lambda columns: columns.pop("x"))
 
 
@@ -247,8 +247,8 @@ def test_a_parser_changes_columns_before_they_are_put(kv):
         ("kv_put", {"key": "a", "fields": [1]}, "expected a dict or a TensorDict"),
         ("kv_batch_put", {"keys": []}, "keys is empty"),
         ("kv_batch_put", {"keys": ["a"]}, "neither fields nor tags"),
-        ("kv_batch_put", {"keys": ["a"], "fields": batch(2, x=torch.ones(2))}, "fields has 2 rows, expected 1"),
-        ("kv_batch_put", {"keys": ["a"], "tags": [{}, {}]}, "tags has 2 rows, expected 1"),
+        ("kv_batch_put", {"keys": ["a"], "fields": batch(2, x=torch.ones(2))}, "fields has 2 rows; expected 1"),
+        ("kv_batch_put", {"keys": ["a"], "tags": [{}, {}]}, "tags has 2 rows; expected 1"),
         ("kv_batch_put", {"keys": ["a", "a"], "tags": [{}, {}]}, "twice"),
         ("kv_batch_get", {"keys": []}, "keys is empty"),
     ],
@@ -260,7 +260,7 @@ def test_bad_calls_change_nothing(kv, name, arguments, error):
 
 
 def test_keys_are_texts(kv):
-    with pytest.raises(TypeError, match="expected a str or a list of these"):
+    with pytest.raises(TypeError, match="expected a str or a list of str values"):
         kv.kv_batch_get([1], "train")
 
 

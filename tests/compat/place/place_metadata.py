@@ -46,7 +46,7 @@ def test_what_is_known_of_a_batch():
 
 def test_lengths_have_to_agree():
     for wrong in ({"partition_ids": ["p"]}, {"production_status": [1]}, {"custom_meta": [{}]}):
-        with pytest.raises(ValueError, match="has 1 values, expected 2"):
+        with pytest.raises(ValueError, match="has 1 values; expected 2"):
             BatchMeta(**{"global_indexes": [1, 2], "partition_ids": ["p", "p"], **wrong})
 
 
@@ -63,7 +63,7 @@ def test_extra_info_and_custom_meta_are_changed_in_place():
     meta.update_custom_meta([{"n": 0, "m": None}, {}])
     meta.update_custom_meta(None)
     assert meta.get_all_custom_meta() == [{"n": 0, "m": None}, {"n": 11}]
-    with pytest.raises(ValueError, match="has 1 values, expected 2"):
+    with pytest.raises(ValueError, match="has 1 values; expected 2"):
         meta.update_custom_meta([{}])
     meta.clear_custom_meta()
     assert meta.custom_meta == [{}, {}]
@@ -77,11 +77,11 @@ def test_parts_and_their_order():
     assert (meta[-1].global_indexes, meta[1:4:2].global_indexes) == ([14], [11, 13])
     assert meta.select_fields(["y", "nobody's"]).field_names == ["y"]
     for wrong in ([5], [-1]):
-        with pytest.raises(ValueError, match="expected values from 0 to 4"):
+        with pytest.raises(ValueError, match="expected positions from 0 to 4"):
             meta.select_samples(wrong)
     with pytest.raises(IndexError):
         meta[5]
-    with pytest.raises(TypeError, match="type str"):
+    with pytest.raises(TypeError, match="the index is a str"):
         meta["x"]
     meta.reorder(indices=[4, 3, 2, 1, 0])
     assert (meta.global_indexes[0], meta.custom_meta[0]) == (14, {"n": 14})
@@ -108,10 +108,10 @@ def test_concat_takes_what_fits():
     assert BatchMeta.concat([]).size == 0
     other = batch(1, 30)
     other.field_schema["x"] = {"dtype": torch.int32, "shape": (4,)}
-    with pytest.raises(ValueError, match="dtype of field 'x'"):
+    with pytest.raises(ValueError, match="dtypes for field 'x'"):
         BatchMeta.concat([batch(1), other])
     assert BatchMeta.concat([batch(1), other], validate=False).field_schema["x"]["shape"] == (-1,)
-    with pytest.raises(ValueError, match="differ in fields"):
+    with pytest.raises(ValueError, match="have different fields"):
         BatchMeta.concat([batch(1), batch(1, 30).select_fields(["x"])])
     with pytest.raises(ValueError, match="extra_info 'a'"):
         BatchMeta.concat([batch(1, extra_info={"a": torch.ones(2)}), batch(1, 30, extra_info={"a": torch.zeros(2)})])
@@ -129,7 +129,7 @@ def test_a_union_has_the_fields_of_both():
     assert one.union(BatchMeta.empty()).field_names == ["x"]
     assert BatchMeta.empty().union(other).field_names == ["y"]
     for wrong, what in ((batch(2, 11), "global_indexes"), (batch(2, partition="val"), "partition_ids")):
-        with pytest.raises(ValueError, match=f"{what} differ"):
+        with pytest.raises(ValueError, match=rf"{what} is .* in the other batch"):
             one.union(wrong)
 
 
@@ -145,7 +145,7 @@ def test_fields_of_data_are_added():
     assert [meta.get_shapes(name)[0] for name in meta.field_names] == [None, (-1,), (4,)]
     assert meta.field_schema["o"]["is_non_tensor"]
     assert meta.field_schema["r"]["is_nested"]
-    with pytest.raises(ValueError, match="1 rows, expected 2"):
+    with pytest.raises(ValueError, match="1 rows; expected 2"):
         meta.add_fields(TensorDict({"x": torch.ones(1)}, batch_size=[1]))
 
 
@@ -167,19 +167,19 @@ def test_keyed_batches():
 def test_keyed_batches_that_cannot_be():
     with pytest.raises(ValueError, match="1 keys and 0 tags"):
         KVBatchMeta(keys=["a"])
-    with pytest.raises(ValueError, match="keys contains duplicates"):
+    with pytest.raises(ValueError, match="keys contains duplicate names"):
         KVBatchMeta(keys=["a", "a"], tags=[{}, {}])
-    with pytest.raises(ValueError, match="fields contains duplicates"):
+    with pytest.raises(ValueError, match="fields contains duplicate names"):
         keyed(fields=["x", "x"])
-    with pytest.raises(RuntimeError, match="does not have the keys"):
+    with pytest.raises(RuntimeError, match="lacks samples with the keys"):
         keyed().select_keys(["k9"])
-    with pytest.raises(ValueError, match="keys contains duplicates"):
+    with pytest.raises(ValueError, match="keys contains duplicate names"):
         keyed().select_keys(["k1", "k1"])
     with pytest.raises(ValueError, match="each position from"):
         keyed().reorder([0])
-    with pytest.raises(ValueError, match="differ in partition"):
+    with pytest.raises(ValueError, match="different partitions"):
         KVBatchMeta.concat([keyed(1), KVBatchMeta(keys=["z"], tags=[{}], partition_id="val")])
-    with pytest.raises(ValueError, match="differ in fields"):
+    with pytest.raises(ValueError, match="have different fields"):
         KVBatchMeta.concat(
             [keyed(1, fields=["x"]), KVBatchMeta(keys=["z"], tags=[{}], partition_id="train", fields=["y"])]
         )

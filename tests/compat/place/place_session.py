@@ -262,7 +262,7 @@ def test_ray_is_connected_as_its_first_call_does(monkeypatch):
 
 def test_names_that_callers_configure(ray):
     assert SimpleStorageUnit.options(num_cpus=1) is SimpleStorageUnit
-    with pytest.raises(RuntimeError, match="storage units do not exist"):
+    with pytest.raises(RuntimeError, match="cannot create a storage unit"):
         SimpleStorageUnit.remote()
     assert callable(TransferQueueController.options(name="x", namespace="y").remote)
     assert (resources.files("transfer_queue") / "config.yaml").is_file()

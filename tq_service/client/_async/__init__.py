@@ -1,1 +1,1 @@
-"""The async client: source of the sync client, which `scripts/unasync.py` generates."""
+"""The async client, from which `scripts/unasync.py` generates the sync client."""

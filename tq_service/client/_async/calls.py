@@ -1,4 +1,4 @@
-"""The channels of a client, the calls made on them, and state shared by all parts of the client."""
+"""A client's channels, the calls made on them, and the state shared by all parts of the client."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class AsyncEndpoint:
         self._outage = Outage(address, calls.credentials.tls)
 
     def metadata(self) -> Metadata | None:
-        """Return the metadata to send with a call, which consists of the token and the trace context."""
+        """Return the metadata to send with a call: the token and the trace context."""
         return metadata_of(self._calls.credentials.metadata(), carried())
 
     @contextmanager
@@ -103,7 +103,7 @@ class AsyncEndpoint:
             raise failure from None
         except BaseException as error:
             if self._calls.closed and async_is_of_closing(error):
-                raise CallCancelledError(f"the client was closed during a call (calling {self.address})") from None
+                raise CallCancelledError(f"the client was closed during a call to {self.address}") from None
             raise
 
 
@@ -119,7 +119,7 @@ async def async_close_all(endpoints: dict[Any, AsyncEndpoint]) -> None:
 class AsyncCalls:
     """A client's channels, and the calls made on them.
 
-    Each event loop and process opens its own channels on first use. An empty address is the address of the leader.
+    Each event loop and process opens its own channels on first use. An empty address refers to the leader.
 
     Attributes:
         controllers: controllers known to the client.
@@ -153,7 +153,7 @@ class AsyncCalls:
         return endpoint
 
     def _here(self) -> dict[tuple[str, tuple[Signature, bool]], AsyncEndpoint]:
-        """Return this event loop's or process's channels. On first use, drop channels of ended loops."""
+        """Return the channels of the current event loop or process. On first use, drop the channels of closed loops."""
         home = async_current_home()
         channels = self._channels.get(home)
         if channels is None:
@@ -195,7 +195,7 @@ class AsyncCalls:
         wait: Deadline,
         deadline: Deadline,
     ) -> T:
-        """Call `attempt` with the remaining seconds of `wait`. Retry while it returns "not yet" and time remains."""
+        """Call `attempt` with the remaining seconds of `wait`. Retry while the result is "not yet" and time remains."""
         backoff: Backoff | None = None
         while True:
             asked = time.monotonic()
@@ -278,7 +278,7 @@ class AsyncBase:
 
     @property
     def namespace(self) -> str:
-        """Prefix of the client's partition names on the service, before a "/". Empty if the client has no namespace."""
+        """Prefix before the "/" in the client's full partition names. Empty if the client has no namespace."""
         return self._namespace.name
 
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
@@ -293,7 +293,7 @@ class AsyncBase:
         Args:
             kind: the response type, which determines the call and its request type.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
-            batch: a batch whose partition the call refers to. If None, `partition_id` (if passed) is a name in the
+            batch: batch that belongs to the partition of the call. If None, `partition_id` (if passed) is a name in the
                 client's namespace.
             **arguments: fields of the request; see `request_of`.
         """

@@ -1,4 +1,4 @@
-"""The client, which provides all calls to the service for producers and consumers."""
+"""The client, which provides all service calls for producers and consumers."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from tq_service.client._async.work import AsyncWorkCalls
 class AsyncClient(AsyncPartitionCalls, AsyncWorkCalls, AsyncPolicyCalls, AsyncWatchCalls):
     """A client of a single service or of a cluster. Use it in a `with` block, or close it after use.
 
-    Every call has a deadline of `timeout` seconds. For `claim`, these seconds are added to `max_wait`. While the
-    service is unavailable, calls are retried with back-off and an unchanged request id, so a client may start before
-    its service. A warning is logged if the service remains unavailable. All errors derive from `TqError`; see
-    docs/errors.md. A pickled client contains its address, its timeout and any paths passed to it. A token passed as
-    text is not pickled. Instead, the unpickled client reads the token from the environment.
+    Every call has a deadline of `timeout` seconds. For `claim`, `max_wait` is added to the deadline. While the service
+    is unavailable, calls are retried with back-off and the same request id, so a client may start before its service. A
+    warning is logged if the service remains unavailable. All errors derive from `TqError`; see docs/errors.md. A
+    pickled client contains its address, its timeout and any paths passed to it. A token passed as text is not pickled;
+    the unpickled client reads the token from the environment instead.
 
-    Threads may share the blocking client. It opens its channels on first use, and opens new channels after a fork.
-    Several event loops of a process may share an asyncio client, even in different threads at the same time. Each loop
-    has separate channels, which are dropped when the loop is closed. Closing the client in one loop closes it in all
-    loops. In a process forked after its parent used an asyncio client, an asyncio client raises PreconditionError.
-    Start these processes with the spawn method.
+    Threads may share the blocking client. The client opens its channels on first use, and opens new channels after a
+    fork. Several event loops in a process may share an asyncio client, even concurrently in different threads. Each
+    loop has separate channels, which are dropped when the loop is closed. Closing the client in one loop closes it in
+    all loops. An asyncio client raises PreconditionError in a process that was forked after its parent used an asyncio
+    client. Start such processes with the spawn method.
 
     Args:
         address: "host:port", or only the host for port 50051. Defaults to the environment variable TQ_ADDRESS, or to
             localhost:50051. Invalid addresses raise InvalidArgumentError. For a cluster of controllers, pass all
             addresses, as a list or separated by commas, or a DNS name that resolves to all addresses. The client finds
-            the current leader, and finds the new leader after a change.
+            the current leader, and switches to the new leader after a change.
         timeout: default timeout of calls in seconds.
         token: the bearer token, or the path of a file that contains the token. The file is read again whenever it
             changes. By default, the token is read from `TQ_TOKEN`, or from the file named by `TQ_TOKEN_FILE`. If False,
             no token is used, even if these variables are set.
-        tls: TLS settings. By default, they are read from `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`. If these
-            variables are not set, calls use plaintext. If False, calls use plaintext even if the variables are set.
-        namespace: prefix of the client's partition names on the service, before a "/". The programs of a run share a
-            namespace, such as "run-7", so that each run can have a partition "train". Tokens and quotas apply to full
-            names, such as "run-7/train". Defaults to `TQ_NAMESPACE`, or to no namespace if this variable is not set. If
-            False, the client has no namespace even if the variable is set, and sees the partitions of all namespaces
-            under their full names. A batch from a client with another namespace refers to the partition in the
-            namespace of that client.
+        tls: TLS settings. By default, the TLS settings are read from `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`. If
+            these variables are not set, calls use plaintext. If False, calls use plaintext even if the variables are
+            set.
+        namespace: prefix that the client adds, with a "/", to its partition names on the service. The programs of a run
+            share a namespace, such as "run-7", so that each run can have a partition "train". Tokens and quotas apply
+            to full names, such as "run-7/train". Defaults to `TQ_NAMESPACE`, or to no namespace if this variable is not
+            set. If False, the client has no namespace even if `TQ_NAMESPACE` is set, and sees the partitions of all
+            namespaces under their full names. A batch from a client with another namespace refers to the partition in
+            the namespace of that client.
         gathers_puts: whether to combine concurrent small puts and inserts made in one event loop, or by threads that
             share the client, into one call. Results and errors are the same as for separate calls. If False, each put
             is sent separately.

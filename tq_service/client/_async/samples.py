@@ -1,6 +1,6 @@
-"""Producer calls on samples.
+"""Calls that write, look up and remove samples.
 
-To put samples, the client chooses a storage service, sends the data to this service, and commits the put at the
+To put samples, the client chooses a storage service, sends the data to that service, and commits the put with the
 controller.
 """
 
@@ -83,7 +83,7 @@ _MOST_LOSSES: Final = 3
 
 
 def _measured(began_at: float, size_bytes: int) -> None:
-    """Report the duration and size of a put with columns to the probes."""
+    """Report to the probes the duration and size of a put that contains columns."""
     if (collected := collected_here.get()) is not None:
         collected.note(Stage.PUT, began_at, size_bytes=size_bytes, is_call=True)
     for probe in probes:
@@ -125,51 +125,53 @@ class AsyncSampleCalls(AsyncBase):
         encodes large data in a background thread.
 
         Args:
-            target: the partition that will contain new samples, or that contains the samples named by `keys`. The first
+            target: the partition to which to add new samples, or that contains the samples named by `keys`. The first
                 put creates the partition. To write to existing samples, pass their metadata instead.
-            data: a TensorDict, or a dict of columns. A dense column is a tensor or array `(n, ...)`, or a list of `n`
-                numbers (stored as int64, float64 or bool). A jagged column is a jagged nested tensor. A list of lists
-                of numbers, or of tensors with at least one dimension, is jagged if the row shapes differ, else dense. A
-                list of strings, bytes, None, JSON-like values or dicts with tensors is a column of objects. A field of
-                objects accepts any list. Object arrays, `NonTensorStack` and `NonTensorData` are always objects.
-                `NonTensorData` is a single value shared by all rows, as in tensordict's `tolist()`. If None, only
-                metadata or state is written.
-            keys: `n` unique keys, as a list or an array of strings; at most 16,384 per call.
-            key_mode: "upsert" (default) updates the sample with the key, or creates the sample. "new" requires that no
-                sample has any of the keys. "existing" requires that every key belongs to a sample.
-            groups: the group of each new sample, for at most 16,384 samples per call. For a sample without a group,
-                pass None in a list, or "" in an array of strings.
+            data: a TensorDict, or a dict of columns. A dense column is a tensor or array of shape `(n, ...)`, or a list
+                of `n` numbers (stored as int64, float64 or bool). A jagged column is a jagged nested tensor. A list of
+                lists of numbers, or of tensors with at least one dimension, is jagged if the row shapes differ, and
+                dense otherwise. A list of strings, bytes, None, JSON-like values or dicts that contain tensors is a
+                column of objects. A field of objects accepts any list. Object arrays, `NonTensorStack` and
+                `NonTensorData` are always objects. `NonTensorData` is a single value shared by all rows, as in
+                tensordict's `tolist()`. If None, only metadata or state is written.
+            keys: `n` unique keys, as a list or an array of strings. A call accepts at most 16,384 keys.
+            key_mode: "upsert" (default) updates the sample with each key, or creates a sample if the key is new. "new"
+                requires that no sample has any of the keys. "existing" requires that every key belongs to a sample.
+            groups: the group of each new sample. With groups, a call accepts at most 16,384 samples. For a sample
+                without a group, pass None in a list, or "" in an array of strings.
             group_size: number of members in a complete group. A member is either a rollout or a sample without a
                 rollout.
-            rollouts: the rollout of each new sample, in the form of `groups`. For example, the samples of a rollout are
-                the turns of an agent. A rollout belongs to the group of its first sample.
-            ends_rollouts: whether to close the rollouts of these samples, so that no further samples can join them.
-                This also applies to existing samples.
+            rollouts: the rollout of each new sample, in the same form as `groups`. For example, the samples of a
+                rollout are the turns of an agent. A rollout belongs to the group of its first sample.
+            ends_rollouts: whether to close the rollouts of these samples so that no more samples can join them.
+                Rollouts of existing samples are closed too.
             custom_meta: `n` mappings of names to JSON values, or one mapping of names to arrays, tensors or lists of
                 `n` values. The second form is much faster for many samples. New values are merged with existing values.
                 None removes a value, and `tq.JSON_NULL` stores null. The first number, bool or string stored under a
-                name determines the type of the name. Claims compare and order only values of this type.
+                name determines the type of that custom_meta column. Claims compare and order only values of the
+                column's type.
             state: the state of the samples: "live" (default for new samples), "held" or "failed".
             fenced: whether to reject the put if the samples come from a leased claim and this worker no longer holds
                 the lease. If False, the put may overwrite newer data from another worker.
-            ack: whether to also acknowledge the samples, so that the data and the acknowledgement become durable
-                together. `target` must be a leased claim or a part of a leased claim; see `ack`. Held samples become
-                live unless `state` is set.
+            ack: whether to also acknowledge the samples, so that the data and the acknowledgment become durable
+                together. `target` must be a leased claim or part of a leased claim; see `ack`. Held samples become live
+                unless `state` is set.
             return_meta: "written" returns the metadata written by this put. "all" returns all current metadata of the
-                samples, of which there may be at most 65,536.
+                samples, for at most 65,536 samples.
             timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
                 spent waiting for capacity.
 
         Returns:
             The samples with the given fields, keys, groups, rollouts and custom_meta. With `return_meta="all"`, the
-            batch has the form returned by `lookup_samples`: `fields` contains every field of at least one sample, and
-            `produced` shows which samples have each field. Pass the batch to `get_data` to read the data.
+            batch has the form returned by `lookup_samples`: `fields` contains every field that at least one sample has,
+            and `produced` shows which samples have each field. Pass the batch to `get_data` to read the data.
 
         Raises:
-            InvalidArgumentError: row counts differ, keys are repeated, or the put is empty. Also raised with `ack` if
-                the samples are not from a single leased claim, if they split a group, or if `fenced` is False.
-            FieldMismatchError: a field has another dtype or number of dimensions, or its declared layout does not allow
-                these rows.
+            InvalidArgumentError: row counts differ, keys are repeated, or the put is empty. With `ack`, this error is
+                also raised if the samples do not come from a single leased claim or split a group, or if `fenced` is
+                False.
+            FieldMismatchError: a field has a different dtype or number of dimensions, or its declared layout does not
+                allow these rows.
             UnsupportedObjectError: a Python object could only be stored by pickling, which is not supported. Nothing
                 was sent.
             KeyNotFoundError, AlreadyExistsError: a key is missing with `key_mode="existing"`, or already exists with
@@ -190,7 +192,7 @@ class AsyncSampleCalls(AsyncBase):
             if not metadata.size:  # make no call for an empty batch, so that all ranks can run identical code
                 if data is not None and any(len(column) for column in data.values()):
                     raise InvalidArgumentError(
-                        "data has rows, but metadata names no samples; put one row per sample", field="data"
+                        "data has rows, but metadata contains no samples; provide one row per sample", field="data"
                     )
                 if ack:
                     await self._ack(metadata, timeout)
@@ -257,29 +259,29 @@ class AsyncSampleCalls(AsyncBase):
         existing: bool = False,
         timeout: float | None = None,
     ) -> None:
-        """Write data that the samples of a group share, such as the image of a prompt. It is stored once per group.
+        """Write data shared by the samples of a group, such as a prompt's image. Each value is stored once per group.
 
         Declare the fields with `FieldSpec(..., scope="group")` when you create the partition. Once a group has a value,
         all of its samples have the field, whether they were put before or after the value. Samples without a group
-        never have the field. A rollout in a group has the fields of the group. A group's values are freed when its last
-        sample is removed. If a group has no samples yet, its values are kept until the partition is sealed or
+        never have the field. A rollout that belongs to a group has the group's fields. A group's values are freed when
+        its last sample is removed. If a group has no samples yet, its values are kept until the partition is sealed or
         `clear_samples(groups=...)` clears the group.
 
         Args:
             partition_id: the partition.
-            data: one row per group, in the forms accepted by `put`. Existing values are replaced completely.
-            groups: `n` distinct group names, as a list or an array of strings; at most 16,384 per call.
+            data: one row per group, in the forms accepted by `put`. Existing values are completely replaced.
+            groups: `n` distinct group names, as a list or an array of strings. A call accepts at most 16,384 groups.
             existing: whether to require that all groups already have samples. A put with `existing` may use the
                 capacity reserved for columns of existing samples, so a full service can still be drained.
             timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
                 spent waiting for capacity in the storage services. The put does not wait for the limits of the
-                partition. However, its bytes count towards these limits and may delay new samples.
+                partition. However, the bytes of the put count towards these limits and may delay new samples.
 
         Raises:
             InvalidArgumentError: a field is not declared with group scope, or a group name is repeated or empty.
-            FieldMismatchError: a field has another dtype, number of dimensions or layout.
+            FieldMismatchError: a field has a different dtype, number of dimensions or layout.
             PartitionNotFoundError: the partition does not exist.
-            PartitionSealedError: the partition is sealed, and a group does not exist in the partition.
+            PartitionSealedError: the partition is sealed and does not contain all of the groups.
             NotFoundError: `existing` is set, and a group has no samples. Nothing is written.
             AlreadyExistsError: a field is write-once, and a group already has a value.
             QuotaExceededError: no capacity became available in time, or the put is larger than the quota.
@@ -314,7 +316,7 @@ class AsyncSampleCalls(AsyncBase):
     ) -> BatchMeta:
         """Append values to jagged fields of unfinished samples. Only the new values are sent and stored.
 
-        The samples must be held and leased to the caller. They are either slots, or samples claimed with
+        The samples must be held and leased to the caller. Such samples are either slots, or samples claimed with
         `claim(held=True, lease=...)`. Appended values are concatenated in order along the first dimension, and
         `get_data` returns them as one value. A field that does not exist is created as a jagged field with the dtype of
         the data. A cell accepts at most 1,024 appends. A `put` of the field replaces all appended values with one
@@ -325,8 +327,8 @@ class AsyncSampleCalls(AsyncBase):
             metadata: samples from one leased claim.
             data: the values to append to each of the `n` samples, in the forms accepted by `put`, except objects and
                 scalars.
-            at: the current length of each sample in the first dimension, as `n` values. The length is 0 if the sample
-                does not have the field. All fields of `data` must have this length. Append fields with different
+            at: `n` values: the current length of each sample's fields in the first dimension. The length is 0 if the
+                sample does not have the field. All fields of `data` must have this length. Append fields with different
                 lengths in separate calls.
             timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
                 spent waiting for capacity.
@@ -335,11 +337,11 @@ class AsyncSampleCalls(AsyncBase):
             The samples with the fields of `data`.
 
         Raises:
-            PreconditionError: a sample's field has another length (reason LENGTH_MISMATCH, with `got` and `expected`),
-                a sample is not held (SAMPLE_NOT_HELD), or a cell has too many appends (TOO_MANY_EXTENTS). Nothing is
-                written.
+            PreconditionError: a sample's field has a different length (reason LENGTH_MISMATCH, with `got` and
+                `expected`), a sample is not held (SAMPLE_NOT_HELD), or a cell has too many appends (TOO_MANY_EXTENTS).
+                Nothing is written.
             LeaseExpiredError: a sample is no longer leased to this worker, or was acknowledged. Nothing is written.
-            FieldMismatchError: a field has another dtype or shape, or cannot be jagged.
+            FieldMismatchError: a field has a different dtype or shape, or cannot be jagged.
             InvalidArgumentError: `metadata` does not belong to a single leased claim, or `at` or `data` does not have
                 one value per sample.
             QuotaExceededError: no capacity became available in time, or the append is larger than the quota.
@@ -373,8 +375,8 @@ class AsyncSampleCalls(AsyncBase):
 
         Args:
             metadata: held samples from one leased claim; see `append`.
-            to: the new length of each sample in the first dimension, as `n` values. All fields in `data_fields` are
-                truncated to this length.
+            to: `n` values: the new length of each sample's fields in the first dimension. All fields in `data_fields`
+                are truncated to this length.
             data_fields: the fields to truncate. If a sample lacks a field, the field is treated as having length 0.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
@@ -409,7 +411,7 @@ class AsyncSampleCalls(AsyncBase):
             return {}
 
     def _alone(self, put: Put) -> JointPut | None:
-        """Return a joint put with only this put. Return None if the put may be combined with other puts."""
+        """Return a joint put that contains only this put, or None if the put may be combined with other puts."""
         may_be_gathered = self.gathers_puts and put.likeness is not None
         is_gathered = may_be_gathered and time.monotonic() >= self._apart.get(put.write.partition_id, 0.0)
         return None if is_gathered else JointPut((put,))
@@ -436,11 +438,11 @@ class AsyncSampleCalls(AsyncBase):
         return Answered(await self._send(alone, deadline), self._namespace).part(put.write)
 
     async def _lead(self, lines: Lines, leader: Member) -> None:
-        """Send the batch of puts led by a caller, and record the response.
+        """Send the batch of puts for which a caller is responsible, and record the response.
 
         Raises:
-            TqError: the outcome of the batch is unknown, so another caller must resend the batch. Also raised if the
-                service rejected a batch with only one put.
+            TqError: the outcome of the batch is unknown, so another caller must resend the batch. This error is also
+                raised if the service rejected a batch that contains only one put.
         """
         if leader.line.batches:
             await async_sleep(0)  # let puts from the same event-loop iteration join
@@ -470,7 +472,7 @@ class AsyncSampleCalls(AsyncBase):
         self._apart[full_partition_id] = now + seconds
 
     def _lines(self) -> Lines:
-        """Return the lines of this event loop or process, and drop lines whose loop or process no longer exists."""
+        """Return the put lines of this event loop or process, and drop lines whose loop or process no longer exists."""
         home = async_current_home()
         lines = self._lines_of.get(home)
         if lines is None:
@@ -483,11 +485,11 @@ class AsyncSampleCalls(AsyncBase):
     async def _send(
         self, joint: JointPut, deadline: Deadline, note: Callable[[TqError], object] = lambda failure: None
     ) -> Any:
-        """Send and commit puts. Start again if a service becomes unavailable before the commit.
+        """Send and commit puts. If a service becomes unavailable before the commit, start again.
 
         Args:
             joint: the puts to send.
-            deadline: deadline for all attempts together.
+            deadline: overall deadline for all attempts.
             note: function called with the error of each failed attempt.
         """
         loss_count = 0
@@ -573,13 +575,13 @@ class AsyncSampleCalls(AsyncBase):
         lengths: Mapping[str, ArrayLike] = MappingProxyType({}),
         timeout: float | None = None,
     ) -> TensorDict:
-        """Allocate columns in shared memory, so that they can be put without a copy on the service's host.
+        """Allocate columns in shared memory so that a put on the service's host does not copy them.
 
-        Fill in the columns, and put all of them together, in the same order, into the same partition. This put only
-        sends a commit, and the columns become the stored data. Do not write to the columns afterwards; allocate new
-        columns instead. The columns are copied if they are put in any other way: only some of them, in another order,
-        or into another partition. The columns are in ordinary memory, and are copied by the put, if the service does
-        not share memory with this process or stores puts elsewhere (data directory, mirror). The initial contents are
+        Fill in the columns, and put all of them together, in the same order, into the same partition. Such a put only
+        sends a commit, and the columns become the stored data. Do not write to the columns after the put; allocate new
+        columns instead. A put copies the columns if it contains only some of them, changes their order, or uses another
+        partition. If the service does not share memory with this process or stores puts elsewhere (data directory,
+        mirror), the columns are in ordinary memory and are copied by the put. The initial contents of the columns are
         undefined. A forked child process must not use the columns.
 
         The capacity is reserved until the put is cleared. If the columns are not put within the service's
@@ -595,7 +597,7 @@ class AsyncSampleCalls(AsyncBase):
                 spent waiting for capacity.
 
         Returns:
-            The columns, in the type returned by `get_data`: a TensorDict with batch size `[n]`, or a dict.
+            The columns, as the type that `get_data` returns: a TensorDict with batch size `[n]`, or a dict.
 
         Raises:
             InvalidArgumentError: a field contains objects, or its size is unknown.
@@ -640,14 +642,15 @@ class AsyncSampleCalls(AsyncBase):
         """Create `row_count` samples without data. Pass the returned metadata to `put` to add columns.
 
         Args:
-            partition_id: the partition. It is created if it does not exist.
+            partition_id: the partition, which is created if it does not exist.
             row_count: number of samples. Defaults to the length of `keys`, `custom_meta`, `groups` or `rollouts`.
-            keys: unique keys; at most 16,384 per call.
-            groups: the group of each sample, or None for samples without a group; at most 16,384 per call.
+            keys: unique keys. A call accepts at most 16,384 keys.
+            groups: the group of each sample, or None for samples without a group. With groups, a call accepts at most
+                16,384 samples.
             group_size: number of members in a complete group. A member is either a rollout or a sample without a
                 rollout.
             rollouts: the rollout of each sample; see `put`.
-            ends_rollouts: whether to close these rollouts, so that no further samples can join them.
+            ends_rollouts: whether to close these rollouts so that no more samples can join them.
             custom_meta: mappings of names to JSON values, or columns. See `put` for the forms of `custom_meta`, `keys`
                 and `groups`.
             state: the state of the samples: "live" (default), "held" or "failed".
@@ -682,7 +685,7 @@ class AsyncSampleCalls(AsyncBase):
     async def set_custom_meta(
         self, metadata: BatchMeta, custom_meta: MetaGiven, *, fenced: bool = True, timeout: float | None = None
     ) -> None:
-        """Write custom_meta of samples. New values are merged with existing values.
+        """Write the custom_meta of samples. New values are merged with existing values.
 
         Args:
             metadata: the samples.
@@ -692,7 +695,7 @@ class AsyncSampleCalls(AsyncBase):
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
-            InvalidArgumentError: a value is not a JSON value, or is too large.
+            InvalidArgumentError: a value is too large or cannot be encoded as JSON.
             SampleNotFoundError: a sample was cleared.
             LeaseExpiredError: samples of a leased claim are no longer leased to this worker. Nothing is written.
             StaleIncarnationError: the partition was cleared and created again.
@@ -732,7 +735,7 @@ class AsyncSampleCalls(AsyncBase):
         limit: int | None = None,
         timeout: float | None = None,
     ) -> tuple[BatchMeta, list[Any]]:
-        """Look up samples, and return them with all their metadata.
+        """Look up samples and return all their metadata.
 
         The metadata includes keys, groups, rollouts, custom_meta and every field that at least one sample has.
         `produced` shows which samples have each field.
@@ -743,21 +746,22 @@ class AsyncSampleCalls(AsyncBase):
             partition_id: the partition.
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
-            groups: names of groups, to look up all of their members.
-            rollouts: names of rollouts, to look up all of their samples. If no keys, indexes, groups or rollouts are
-                given, the call looks up all samples in the partition, including held and failed samples.
+            groups: names of groups whose members to look up.
+            rollouts: names of rollouts whose samples to look up. If no keys, indexes, groups or rollouts are given, the
+                call looks up all samples in the partition, including held and failed samples.
             where: conditions `(column, operator, value)` on custom_meta, as in `claim`. Only samples that satisfy all
                 conditions are returned.
-            task_name: a task. If set, `consumed`, `leased` and `dead_lettered` of the result show the state of each
-                sample for this task.
+            task_name: a task. If set, the result's `consumed`, `leased` and `dead_lettered` attributes show the state
+                of each sample for this task.
             min_count: number of matching samples to wait for. Defaults to 1.
             max_wait: maximum seconds to wait for the partition and for `min_count` samples. After this time, the call
-                returns the samples that exist. It returns earlier if the partition is sealed with fewer samples. If 0,
-                the call does not wait, and `min_count` is ignored.
+                returns the samples that exist. The call returns earlier if the partition is sealed with fewer samples.
+                If 0, the call does not wait, and `min_count` is ignored.
             missing_ok: whether to treat a missing partition as empty, and a task without claims as having consumed no
                 samples.
             limit: maximum number of samples to examine, starting with the first sample. If None, all samples are
-                examined. If more than 16,384 names are given, the limit applies to each request of 16,384 names.
+                examined. If more than 16,384 names are passed, the limit applies separately to each request of up to
+                16,384 names.
             timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Returns:
@@ -770,16 +774,16 @@ class AsyncSampleCalls(AsyncBase):
                 the list of tasks with which the partition was created.
             StaleIncarnationError: the partition was cleared between two pages.
             PartitionClearedError: the partition was cleared while the call waited.
-            InvalidArgumentError: samples are named in two ways, there are too many names to wait for (the limit is
-                16,384), or a condition does not match the type of its column.
+            InvalidArgumentError: samples are specified in two ways, `max_wait` is set for more than 16,384 names, or a
+                condition does not match the type of its column.
         """
         wait = seconds("max_wait", max_wait)
         deadline = self._deadline(timeout, wait)
         name, named = named_samples(keys=keys, global_indexes=global_indexes, groups=groups, rollouts=rollouts)
         if wait and len(named) > NAMED_AT_ONCE:
             raise InvalidArgumentError(
-                f"max_wait is set for {len(named)} names; expected at most {NAMED_AT_ONCE}. Wait for a condition on "
-                f"custom_meta instead.",
+                f"max_wait is set for {len(named)} names; expected at most {NAMED_AT_ONCE}. To wait for more samples, "
+                f"use a condition on custom_meta.",
                 field="max_wait",
             )
         conditions = condition_messages(where, self._namespace)
@@ -813,7 +817,7 @@ class AsyncSampleCalls(AsyncBase):
     async def _first_page(
         self, request: pb.LookupSamplesRequest, wait: Deadline, deadline: Deadline
     ) -> pb.LookupSamplesResponse:
-        """Call repeatedly until enough samples exist or `max_wait` has passed, and return the first page.
+        """Repeat the call until enough samples exist or `max_wait` has passed, and return the first page.
 
         The server may limit the wait of each call, so several calls may be needed.
         """
@@ -835,7 +839,8 @@ class AsyncSampleCalls(AsyncBase):
 
         Args:
             partition_id: the partition.
-            keys: the keys to return. Missing keys are omitted. Defaults to the keys of all samples in the partition.
+            keys: the keys to include. Keys that do not exist are omitted. Defaults to the keys of all samples in the
+                partition.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
@@ -865,14 +870,14 @@ class AsyncSampleCalls(AsyncBase):
             target: the metadata of the samples. To select samples with the arguments below, pass the partition instead.
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
-            groups: names of groups, to remove all of their members.
-            rollouts: names of rollouts, to remove all of their samples; can be combined with `groups`.
-            skipped_by: a task, to remove all samples that the task will never get (its `skipped_count`). These are the
+            groups: names of groups whose members to remove.
+            rollouts: names of rollouts whose samples to remove. Can be combined with `groups`.
+            skipped_by: a task. The call removes all samples that the task will never receive (its `skipped_count`):
                 samples that failed before the task claimed them, and the task's dead-lettered samples. If the task
-                needs complete groups, they also include the remaining members of groups that lost a member. Other tasks
+                needs complete groups, the remaining members of groups that lost a member are also removed. Other tasks
                 may still need these samples.
             where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
-                removed. If there is no other selection, the conditions apply to all samples of the partition.
+                removed. Without any other selection, the conditions apply to all samples in the partition.
             task_name: a task. If set, the call affects only samples that this task can still receive and that are not
                 leased to any worker.
             missing_ok: whether to return 0 instead of raising an error if the partition does not exist.
@@ -887,10 +892,10 @@ class AsyncSampleCalls(AsyncBase):
             PartitionNotFoundError: the partition does not exist.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
             LeaseExpiredError: samples of a leased claim are no longer leased to this worker. No sample is removed.
-            TaskNotFoundError: the task named by `skipped_by` or `task_name` has not claimed samples from the partition
-                yet.
-            InvalidArgumentError: samples are named in addition to groups, rollouts or `skipped_by`, or a condition does
-                not match the type of its column.
+            TaskNotFoundError: the task named by `skipped_by` or `task_name` has not claimed any samples from the
+                partition yet.
+            InvalidArgumentError: samples are specified in addition to groups, rollouts or `skipped_by`, or a condition
+                does not match the type of its column.
         """
         request = changed_samples(
             pb.ClearSamplesRequest,
@@ -939,11 +944,11 @@ class AsyncSampleCalls(AsyncBase):
             data_fields: the fields to clear. At least one field is required.
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
-            groups: names of groups, to clear the fields of all their samples. Fields with group scope, whose values are
-                shared by all samples of a group, can only be cleared with this argument. In this case, `where` and
-                `task_name` cannot be used.
-            rollouts: names of rollouts, to clear the fields of all their samples; can be combined with `groups`.
-            skipped_by: a task, to clear the fields of all samples that the task will never get.
+            groups: names of groups in whose samples to clear the fields. Fields with group scope, whose values are
+                shared by all samples of a group, can be cleared only with this argument, and without `where` and
+                `task_name`.
+            rollouts: names of rollouts in whose samples to clear the fields. Can be combined with `groups`.
+            skipped_by: a task. The call clears the fields of all samples that the task will never receive.
             where: conditions on custom_meta. Only the fields of samples that satisfy all conditions are cleared.
             task_name: a task. If set, the call affects only samples that this task can still receive and that are not
                 leased to any worker.
@@ -960,8 +965,8 @@ class AsyncSampleCalls(AsyncBase):
             FieldNotFoundError: a field has never been put for any sample.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
             LeaseExpiredError: samples of a leased claim are no longer leased to this worker. No value is cleared.
-            TaskNotFoundError: the task named by `skipped_by` or `task_name` has not claimed samples from the partition
-                yet.
+            TaskNotFoundError: the task named by `skipped_by` or `task_name` has not claimed any samples from the
+                partition yet.
             InvalidArgumentError: `data_fields` is empty, a field has group scope but the samples are not selected by
                 groups alone, or the selection is invalid (see `clear_samples`).
         """
@@ -998,7 +1003,7 @@ class AsyncSampleCalls(AsyncBase):
         fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Mark samples as failed. All tasks treat them as done, and their bytes are freed. This cannot be undone.
+        """Irreversibly mark samples as failed. All tasks treat failed samples as done, and the bytes are freed.
 
         The samples keep their keys, groups, rollouts and custom_meta. Rollouts with a failed sample are closed. Samples
         that do not exist or have already failed are ignored.
@@ -1007,10 +1012,10 @@ class AsyncSampleCalls(AsyncBase):
             target: the metadata of the samples. To select samples with the arguments below, pass the partition instead.
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
-            groups: names of groups, to mark all of their members.
-            rollouts: names of rollouts, to mark all of their samples; can be combined with `groups`.
+            groups: names of groups whose members to mark.
+            rollouts: names of rollouts whose samples to mark. Can be combined with `groups`.
             where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
-                marked as failed. If there is no other selection, the conditions apply to all samples of the partition.
+                marked as failed. Without any other selection, the conditions apply to all samples in the partition.
             task_name: a task. If set, the call affects only samples that this task can still receive and that are not
                 leased to any worker.
             fenced: whether to reject the call if the samples come from a leased claim and this worker no longer holds
@@ -1025,9 +1030,9 @@ class AsyncSampleCalls(AsyncBase):
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
             LeaseExpiredError: samples of a leased claim are no longer leased to this worker. No sample is marked as
                 failed.
-            TaskNotFoundError: the task has not claimed samples from the partition yet.
-            InvalidArgumentError: samples are named in addition to groups or rollouts, or a condition does not match the
-                type of its column.
+            TaskNotFoundError: the task has not claimed any samples from the partition yet.
+            InvalidArgumentError: samples are specified in addition to groups or rollouts, or a condition does not match
+                the type of its column.
         """
         request = changed_samples(
             pb.FailSamplesRequest,

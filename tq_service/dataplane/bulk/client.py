@@ -39,7 +39,7 @@ _MOST_KEPT: Final = 8
 _STREAMS: Final = ThreadPoolExecutor(32, thread_name_prefix="tq-bulk")
 
 Remaining: TypeAlias = Callable[[], float]
-"""A function that returns the number of seconds left for a transfer."""
+"""A function that returns the number of seconds left for a transfer to finish."""
 
 
 class _Port(NamedTuple):
@@ -56,7 +56,7 @@ class BulkLink:
     Args:
         address: gRPC address of the service.
         tls: TLS settings for the connections. None: plaintext.
-        is_enabled: whether to probe the service's bulk port. None: determined by the environment variable.
+        is_enabled: whether to probe the service's bulk port. If None, the environment variable determines this.
     """
 
     def __init__(self, address: str, tls: Tls | None = None, *, is_enabled: bool | None = None) -> None:
@@ -113,7 +113,7 @@ class BulkLink:
         """Send the bytes of a put over bulk connections.
 
         Raises:
-            UnavailableError: some bytes were not sent. Later calls use frames. If the data caused the failure, later
+            UnavailableError: some bytes were not sent. Later calls use frames. If the data caused the failure, these
                 calls fail as well.
         """
 

@@ -6,7 +6,7 @@ Threads in the client and in the storage service use this module. The messages a
     client -> service   32 bytes: "TQB1", the ticket (16), the index of the range (uint32), 8 zero bytes
     and the bytes of the range, from the client for a put, from the service for a get
 
-After each system call, a thread waits for the interpreter lock. This takes up to 5 ms if another thread is busy. A
+After each system call, a thread waits for the interpreter lock. This wait takes up to 5 ms if another thread is busy. A
 range is therefore transferred with as few system calls as possible. Sockets are blocking, and the kernel handles
 timeouts. A single call can receive a complete range, or send up to a million slices of memory.
 """
@@ -129,7 +129,7 @@ class BulkConnection:
         """Wait for the greeting of the storage service with this id.
 
         Raises:
-            UnavailableError: the greeting did not arrive in time, or contained another id.
+            UnavailableError: the greeting did not arrive in time, or contained a different id.
             OSError: the connection is lost.
         """
         data = bytearray(_GREETING.size)
@@ -188,12 +188,12 @@ class BulkConnection:
                 moved(0)
                 continue
             if not size:
-                raise UnavailableError("the other side has closed the bulk connection")
+                raise UnavailableError("the other side closed the bulk connection")
             moved(size)
             target = target[size:]
 
     def receive_all(self, targets: Sequence[memoryview], moved: Moved) -> None:
-        """Receive bytes until all targets are full, in order. If possible, a single call fills many targets.
+        """Receive bytes into the targets in order, until all are full. If possible, a single call fills many targets.
 
         Raises the same errors as `receive_into`.
         """
@@ -210,7 +210,7 @@ class BulkConnection:
                     moved(0)
                     continue
                 if not size:
-                    raise UnavailableError("the other side has closed the bulk connection")
+                    raise UnavailableError("the other side closed the bulk connection")
                 moved(size)
                 parts = _behind(parts, size)
 
@@ -239,7 +239,7 @@ class BulkConnection:
         Args:
             addresses: start address of each slice. The caller must keep the memory readable.
             sizes: size of each slice in bytes, at least 1.
-            moved: callback after each step, see `Moved`.
+            moved: callback that is called after each step; see `Moved`.
 
         Raises:
             OSError: the connection is lost.
@@ -268,7 +268,7 @@ class BulkConnection:
 def _once(moved: int, size: int = 1) -> None:
     """Raise UnavailableError if a step transferred fewer than `size` bytes."""
     if moved < size:
-        raise UnavailableError("fewer bytes than expected were transferred over the bulk connection in time")
+        raise UnavailableError("the bulk connection transferred fewer bytes than expected within the time limit")
 
 
 def _behind(parts: list[memoryview], size: int) -> list[memoryview]:

@@ -45,7 +45,7 @@ _LOAD_HALF_LIFE_SECONDS: Final = 1.0
 _RANGE_GRAIN_BYTES: Final = 4096
 
 Move: TypeAlias = Callable[[BulkConnection, int, int, Moved], None]
-"""Transfers the bytes from start to end in the connection's thread. Raises an error if the transfer fails."""
+"""A function that transfers the bytes from start to end in the connection's thread, or raises an error."""
 Context: TypeAlias = Callable[[], ssl.SSLContext]
 
 
@@ -58,7 +58,7 @@ class Transfer:
         move: function that transfers a range.
         on_moved: function called periodically on the event loop, with the number of bytes transferred since the last
             call.
-        on_unused: function called on the event loop once the transfer is closed and no thread uses its memory.
+        on_unused: function called on the event loop once the transfer is closed and its memory is no longer in use.
 
     Attributes:
         ticket: ticket that the client must send with each range.
@@ -134,7 +134,8 @@ class Transfer:
         try:
             if not is_new:
                 raise UnavailableError(
-                    f"range {index} of a bulk transfer was requested; expected each of its {self._count} ranges once"
+                    f"range {index} of a bulk transfer was requested; expected a single request for each of its "
+                    f"{self._count} ranges"
                 )
             self._move(connection, start, end, self._moved)
         except TqError as raised:
@@ -190,18 +191,21 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(target[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
     except OSError as error:
         raise OSError(
-            error.errno, f"cannot listen on the bulk port {port} at {host}: {error}; set another bulk_port, or bulk off"
+            error.errno,
+            f"cannot listen on the bulk port {port} at {host}: {error}; set a different bulk_port, or set bulk to off",
         ) from error
 
 
 class BulkServer:
-    """A server that accepts connections on the bulk port and tracks transfers. It listens as soon as it is created.
+    """A server that accepts connections on the bulk port and tracks transfers.
+
+    The server starts to listen when it is created.
 
     Args:
         host: address on which to listen.
-        port: port on which to listen. 0: any free port.
+        port: port on which to listen. With 0, the system selects any free port.
         boot_id: instance id of the storage service.
-        context: function that returns the TLS context for the next connection. None: plaintext.
+        context: function that returns the TLS context for the next connection. If None, connections are plaintext.
 
     Attributes:
         port: port on which the server listens.
@@ -240,7 +244,7 @@ class BulkServer:
     def open(
         self, size_bytes: int, move: Move, *, on_moved: Callable[[int], object], on_unused: Callable[[], object]
     ) -> Transfer:
-        """Open a transfer. The caller must close it. See `Transfer`."""
+        """Open a transfer. The caller must close the transfer. See `Transfer`."""
 
         def unused() -> None:
             self._transfers.pop(transfer.ticket.ticket, None)
@@ -291,7 +295,7 @@ class BulkServer:
                 self._dismiss(connection)
 
     def _admit(self, connection: BulkConnection, peer: str) -> bool:
-        """Return whether a connection may proceed. At the limit, first end a connection without a valid ticket."""
+        """Return whether a connection may proceed. If there are too many, first end one without a valid ticket."""
         with self._lock:
             is_full = len(self._proven) + len(self._unproven) >= _MOST_CONNECTIONS
             if self._is_closed or (is_full and not self._unproven):

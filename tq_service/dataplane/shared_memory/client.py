@@ -54,8 +54,8 @@ class FdChannel:
         seconds: maximum time in seconds for connecting and for receiving the response to the hello message.
 
     Attributes:
-        session_id: id by which calls refer to the session.
-        can_allocate: whether the client may fill the memory of a put after the service's response to the put.
+        session_id: id that calls use to refer to the session.
+        can_allocate: whether the client may fill the memory of a put after the service has responded to the put.
         regions: regions that the session has mapped.
 
     Raises:
@@ -110,7 +110,7 @@ class FdChannel:
     def fill(self, offer: RegionOffer, columns: Sequence[SourceColumn]) -> None:
         """Copy columns into the region offered for a put.
 
-        The service is notified when copying ends, even if copying has failed or the put was cancelled.
+        The service is notified when copying ends, even if copying fails or the put is canceled.
 
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
@@ -154,12 +154,11 @@ class FdChannel:
         return Lease(partial(self._releases.add, offer_id))
 
     def take(self, offer_id: bytes, indexes: Sequence[int]) -> list[int]:
-        """Take the memory offered for a put or get. It is leased to this session until it is filled or released.
+        """Take the memory offered for a put or get. The memory is leased to this session until filled or released.
 
         Args:
             offer_id: id of the offer.
-            indexes: positions of the memory blocks whose file descriptors are required, among the offered memory
-                blocks.
+            indexes: positions, among the offered memory blocks, of the blocks whose file descriptors are required.
 
         Returns:
             The requested file descriptors, in order. The caller must close them.
@@ -196,7 +195,7 @@ class FdChannel:
                 raise UnavailableError(f"the shared memory session has ended: {error}") from None
         if received is None:
             self.close()
-            raise UnavailableError("the shared memory session has ended: the service closed it")
+            raise UnavailableError("the shared memory session has ended: the service closed the session")
         answer, answer_fds = received
         if answer.WhichOneof("answer") == "refusal":
             shared_memory.close_all(answer_fds)
@@ -237,9 +236,9 @@ class HostLink:
     """A link through which a client shares memory with a storage service on the same host.
 
     Args:
-        is_enabled: whether to check if the service is on this host. None: determined by the environment variable.
+        is_enabled: whether to check if the service is on this host. If None, the environment variable determines this.
 
-    Event loops call `is_due`. No thread therefore holds the lock of `is_due` while it waits for the service.
+    Event loops call `is_due`, so no thread holds the lock of `is_due` while waiting for the service.
     """
 
     def __init__(self, *, is_enabled: bool | None = None) -> None:
@@ -258,7 +257,7 @@ class HostLink:
 
     @contextmanager
     def session(self) -> Iterator[FdChannel | None]:
-        """Yield the session, or None without a session. If the block raises UnavailableError, the session is closed."""
+        """Yield the session, if any, or None. If the block raises UnavailableError, the session is closed."""
         current = self._channel
         try:
             yield current
@@ -272,11 +271,11 @@ class HostLink:
             raise
 
     def postpone(self) -> None:
-        """Record that the service did not respond. The client will ask it again after a few seconds."""
+        """Record that the service did not respond. The client will ask the service again after a few seconds."""
         self._ask_again_in(_TRY_AGAIN_SECONDS)
 
     def open(self, stat: StatResponse, seconds: float = _EXCHANGE_SECONDS) -> None:
-        """Open a session if the service that sent `stat` is on this host. Otherwise, try again later.
+        """Open a session if the service that sent `stat` is on this host. Otherwise, a later call tries again.
 
         This method waits up to `seconds` while other threads open the session, and up to `seconds` for the service.
         """

@@ -1,11 +1,11 @@
-"""Shared memory that this process has mapped, and the page ranges in use by its arrays.
+"""Shared memory mapped by this process, and the page ranges that its arrays use.
 
 A region is mapped once for writing and at least once for reading. All sessions in this process share the mappings. The
 mappings and their page tables are retained for later puts and gets. An array that is returned to a program is backed by
 a private mapping, in a page range that no other get uses. If the program writes to the array, the kernel first copies
 the affected pages. When the last array is deleted, these copies are discarded, and the lease of the get is released.
 The shared mapping is used for bytes that the program never receives, such as the bytes of puts, and of gets that are
-copied to a device. The shared mapping can be pinned, see `host_memory`.
+copied to a device. The shared mapping can be pinned; see `host_memory`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Lease:
     """A lease on the regions of a get, which lasts until the last array in the regions is deleted.
 
     A lease can end at any time in any thread, so it does not use locks. If the process is forked during the lease, the
-    child shares the arrays. The parent cannot detect when the child stops using them. Such a lease is never released.
-    It lasts until the session has ended in all processes.
+    child shares the arrays. The parent cannot detect when the child stops using the arrays. Such a lease is never
+    released. The lease lasts until the session has ended in all processes.
 
     Args:
         release: function called when the lease ends, unless the process was forked during the lease.
@@ -90,7 +90,10 @@ class ReadMapping:
         return True
 
     def free(self, pages: Pages) -> None:
-        """Mark a range as unused and discard the changes written to it. Can be called at any time in any thread."""
+        """Mark a range as unused and discard the changes written to it.
+
+        This method can be called at any time from any thread.
+        """
         self.mapping.discard_changes(*pages)
         self._used.remove(pages)
 
@@ -112,7 +115,7 @@ class _Region:
 
 
 _regions: WeakValueDictionary[tuple[int, bytes, int], _Region] = WeakValueDictionary()
-"""Regions of all sessions, by process id, run id and region number. A forked child process maps regions anew."""
+"""Regions of all sessions, by process id, run id and region number. A forked child process maps regions again."""
 
 
 class MappedRegions:
@@ -135,13 +138,16 @@ class MappedRegions:
         return self._region(number).shared
 
     def is_new(self, number: int) -> bool:
-        """Return whether a region is about to be written for the first time. Only later writes justify mapping it."""
+        """Return whether a region is about to be written for the first time.
+
+        Only later writes justify mapping the region.
+        """
         region = self._region(number)
         was_written, region.was_written = region.was_written, True
         return not was_written
 
     def map_shared(self, number: int, fd: int) -> Mapping:
-        """Return the shared mapping of a region. Map the region if necessary.
+        """Return the shared mapping of a region, mapping the region if necessary.
 
         Raises:
             OSError: the operating system refused to map the region.
@@ -154,7 +160,7 @@ class MappedRegions:
             return region.shared
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Unmap regions that the service has dropped. Their memory is freed once no process uses it."""
+        """Unmap regions that the service has dropped. The memory of a region is freed once no process uses it."""
         for number in numbers:
             self._used.pop(number, None)
 
@@ -175,9 +181,10 @@ class MappedRegions:
 
         Args:
             lease: lease that begins to use the range.
-            number: number of the region. 0 for sealed memory.
+            number: number of the region, or 0 for sealed memory.
             fd: file descriptor of the memory.
-            pages: range to use in a private mapping. None: use the shared mapping, to which the caller must not write.
+            pages: range to use in a private mapping. If None, the shared mapping is used, to which the caller must not
+                write.
         """
         if pages is None:
             return self.map_shared(number, fd)

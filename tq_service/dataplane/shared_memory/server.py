@@ -56,7 +56,7 @@ class Memory(Protocol):
 
     Attributes:
         fd: file descriptor of the memory.
-        number: number of the region. 0 for sealed memory.
+        number: number of the region, or 0 for sealed memory.
     """
 
     fd: int
@@ -70,7 +70,7 @@ class Memory(Protocol):
 
 
 class SharedMemoryServer:
-    """A server that listens on a socket in a directory and manages client sessions. Use it in a single event loop.
+    """A server that listens on a socket in a directory and manages client sessions, in a single event loop.
 
     Args:
         directory: directory of the socket. Users with access to this directory may use shared memory.
@@ -177,7 +177,7 @@ class SharedMemoryServer:
             except BlockingIOError:
                 return
             except OSError as error:
-                _log.warning(LogMessage("could not accept a client on this host", error=error))
+                _log.warning(LogMessage("could not accept a connection from a client on this host", error=error))
                 if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
                     self._pause()
                     return
@@ -254,7 +254,8 @@ def _sweep(directory: Path) -> None:
 class Session:
     """A client's connection.
 
-    The client sends a hello message, followed by requests. It sends each request only after the previous response.
+    The client sends a hello message, followed by requests. The client sends each request only after receiving the
+    response to the previous request.
 
     Args:
         connection: non-blocking socket of the client.
@@ -303,7 +304,7 @@ class Session:
         """Accept the file descriptor of a put during the `with` block.
 
         Yields a function that returns the descriptor, which the caller must close. The function raises UnavailableError
-        if the descriptor has not arrived, for example because the session ended. If the function was not called, the
+        if the descriptor has not arrived, for example because the session ended. If the function is not called, the
         descriptor is closed at the end of the block.
         """
 
@@ -321,10 +322,10 @@ class Session:
             close_all(fds)
 
     def offer_for_a_while(self, memories: Sequence[Memory], on_end: Callable[[], None]) -> Offer:
-        """Offer memory until the client takes it, but at most for a few seconds.
+        """Offer memory until the client takes it, but for at most a few seconds.
 
         Args:
-            memories: memory blocks to offer. Their bytes must not change until the offer ends.
+            memories: memory blocks to offer. The bytes in the blocks must not change until the offer ends.
             on_end: function to call when the offer ends.
         """
         offer = self.offer(memories)
@@ -334,7 +335,7 @@ class Session:
         return offer
 
     def offer(self, memories: Sequence[Memory]) -> Offer:
-        """Offer memory to the client. Its bytes must not change until it is taken or the offer is closed."""
+        """Offer memory to the client. The bytes must not change until the memory is taken or the offer is closed."""
         offer = Offer(memories)
         self._offers[offer.offer_id] = offer
         offer.on_end(lambda: self._offers.pop(offer.offer_id, None))
@@ -428,10 +429,12 @@ class Session:
             offer.is_filled = True
             self._end_lease(offer.offer_id, is_released=True)
             return SharedMemoryAnswer(filled=FilledAnswer()), ()
-        raise InvalidArgumentError(f"got {kind or 'nothing known'} as the next request; expected a hello first")
+        raise InvalidArgumentError(
+            f"got {kind or 'an unknown request'} as the next request; expected a hello message first"
+        )
 
     def _begin_lease(self, offer: Offer) -> None:
-        """Lease the memory in an offer that was taken. The lease then protects the bytes instead of the call."""
+        """Lease the memory in an offer that was taken. The lease, rather than the call, then protects the bytes."""
         for memory in offer.memories:
             memory.lease(self)
         self._leases[offer.offer_id] = offer

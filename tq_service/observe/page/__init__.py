@@ -1,1 +1,1 @@
-"""The live page, a small web server that shows the state of a service in the browser. It is a client of the service."""
+"""The live page: a small web server, itself a client of the service, that shows the service's state in the browser."""

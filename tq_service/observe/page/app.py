@@ -1,4 +1,4 @@
-"""The web server of the live page. It serves static assets and a stream of frames, but only for allowed host names."""
+"""The web server of the live page, which serves static assets and a stream of frames under allowed host names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = 
 
     Args:
         feed: feed whose frames are streamed to browsers.
-        root_path: URL path under which a proxy serves the page, such as "/tq". The proxy may strip it from requests.
+        root_path: URL path under which a proxy serves the page, such as "/tq". The proxy may strip this path from
+            requests.
         allowed_hosts: host names to accept in requests, in addition to localhost and all IP addresses.
 
     Raises:
@@ -91,16 +92,16 @@ def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = 
 def _checked_path(path: str) -> str:
     trimmed = path.rstrip("/")
     if trimmed and (not trimmed.startswith("/") or "//" in trimmed or any(each in trimmed for each in "{}?#\\ ")):
-        raise InvalidArgumentError(f"root_path: got {path!r}, expected a path such as '/tq'", field="root_path")
+        raise InvalidArgumentError(f"root_path is {path!r}; expected a path such as '/tq'", field="root_path")
     return trimmed
 
 
 class _Guarded:
-    """ASGI middleware that rejects requests for unknown host names, and adds security headers to responses.
+    """ASGI middleware that rejects requests for unknown host names and adds security headers to responses.
 
-    This prevents DNS rebinding, in which another site makes its name resolve to this server in order to read the page.
-    The Host header of a rebinding request contains the other site's name. IP addresses are safe, because they are not
-    resolved by DNS.
+    The host check prevents DNS rebinding, in which another site makes its name resolve to this server in order to read
+    the page. The Host header of a rebinding request contains the other site's name. IP addresses are safe, because they
+    are not resolved by DNS.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str]) -> None:
@@ -145,7 +146,7 @@ def _is_ip_address(name: str) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that ignores signals. At shutdown, it closes the feed before it waits for connections."""
+    """A uvicorn server that ignores signals. At shutdown, the server closes the feed before waiting for connections."""
 
     def __init__(self, config: uvicorn.Config, feed: Feed, on_started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -190,9 +191,9 @@ async def serve_page(
     """Run the feed and the web server of the live page until `stop` is set.
 
     Args:
-        feed: feed of the page's frames. This function runs the feed.
+        feed: feed of the page's frames, which this function runs.
         app: application returned by `make_app`.
-        bound: listening socket returned by `listen`. Closed before this function returns.
+        bound: listening socket returned by `listen`, which is closed before this function returns.
         stop: event that stops the server.
         on_started: called when the page becomes reachable.
     """

@@ -1,7 +1,7 @@
 """Reads the status of a service every 2 s, and sends it to all browsers as a JSON frame.
 
-Each frame contains the complete state, so browsers can connect at any time. JSON names are the attribute names of
-`tq_service.results`. Rates, curves and wait durations are computed in `trends.py`.
+Each frame contains the complete state, so browsers can connect at any time. The names in the JSON are the attribute
+names in `tq_service.results`. Rates, curves and wait durations are computed in `trends.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Feed:
 
     Args:
         client: client of the service.
-        prefix: shows only partitions whose names begin with this prefix.
+        prefix: prefix of the names of partitions to show; other partitions are omitted.
         interval_seconds: time between status calls.
     """
 
@@ -52,14 +52,14 @@ class Feed:
         self._closed = False
 
     async def run(self) -> None:
-        """Call `look` periodically until cancelled. Calls continue even if the service does not respond."""
+        """Call `look` periodically until cancelled, even if the service does not respond."""
         while True:
             began = time.monotonic()
             await self.look()
             await asyncio.sleep(max(0.0, began + self._interval_seconds - time.monotonic()))
 
     async def look(self) -> None:
-        """Read the service's status once. Publish a frame with the status or the error."""
+        """Read the service's status once, and publish a frame with the status or the error."""
         began = time.monotonic()
         try:
             status = await self._client.status(prefix=self._prefix, explain=True, timeout=_ANSWER_SECONDS)
@@ -133,7 +133,7 @@ def _span(seconds: float) -> str:
 
 
 MOST_PARTITIONS: Final = 200
-"""Maximum number of partitions in a frame. The most recently changed partitions are shown. Others are only counted."""
+"""Maximum number of partitions shown in a frame: the most recently changed ones. Other partitions are only counted."""
 
 _MOST_WAITS: Final = 200
 _MOST_FIELDS: Final = 64
@@ -153,7 +153,7 @@ def _json_value(value: Any) -> Any:
 
 def _facts(result: Any) -> dict[str, Any]:
     if not is_dataclass(result):
-        raise TypeError(f"got {result!r}, expected a result returned by the client")
+        raise TypeError(f"result is {result!r}; expected a result returned by the client")
     return {each.name: getattr(result, each.name) for each in fields(result)}
 
 

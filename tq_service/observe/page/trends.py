@@ -11,10 +11,10 @@ from tq_service.results import PartitionDescription, PartitionSummary, Partition
 from tq_service.step_times import StepTimes
 
 POINT_COUNT: Final = 90
-"""Number of points in each curve of the entire service, which is three minutes at a point every 2 s."""
+"""Number of points in each curve for the entire service, equal to three minutes at one point every 2 s."""
 
 ROW_POINT_COUNT: Final = 30
-"""Number of points in each curve of a partition or task, which is a minute at a point every 2 s."""
+"""Number of points in each curve for a partition or task, equal to one minute at one point every 2 s."""
 
 _SIGNIFICANT_DIGITS: Final = 4
 _SMOOTHED_POINTS: Final = 5
@@ -34,7 +34,7 @@ class PartitionTrend:
     """The recent history of a partition.
 
     Attributes:
-        changed_at: time of the last change of any count, in seconds on the clock used for `Trends.see`.
+        changed_at: time of the last change to any count, in seconds on the clock used for `Trends.see`.
         seen: description of the partition in the last status.
         present: curve of the number of samples that have not been cleared.
         inserted_per_second: curve of the sample insertion rate.
@@ -55,12 +55,12 @@ class PartitionTrend:
 class Trends:
     """Computes curves, recent batches and wait times from successive statuses of a service.
 
-    A curve has a point for each status call. The point is None if the service did not respond.
+    A curve has one point for each status call, or None in place of the point if the service did not respond.
 
     Attributes:
         partitions: history of each partition in the last status, by partition name.
-        curves: curves of the entire service, by name. "inserted" and "delivered" are in samples per second, "present"
-            is the number of samples that have not been cleared, and "used" is in bytes over all storage services.
+        curves: curves of the entire service, by name. "inserted" and "delivered" are in samples per second. "present"
+            counts samples that have not been cleared, and "used" is in bytes over all storage services.
         balances: recent batches with their partition names, oldest first, by partition group and task.
         steps: most recent step times of the ranks, by partition group and task.
     """
@@ -111,7 +111,7 @@ class Trends:
         self._follow_waits(status, now)
 
     def miss(self) -> None:
-        """Add a gap to all curves. Call this method if the service did not respond."""
+        """Add a gap to all curves, because the service did not respond."""
         for curve in self.curves.values():
             curve.append(None)
         for trend in self.partitions.values():
@@ -119,7 +119,7 @@ class Trends:
                 curve.append(None)
 
     def waits_since(self, wait: PartitionWait) -> float:
-        """Return the start time of a wait, which is the time at which a status first contained the wait."""
+        """Return the start time of a wait, that is, the time when a status first contained the wait."""
         return self._waits_since[_wait_key(wait)]
 
     def _follow_waits(self, status: ServiceStatus, now: float) -> None:
@@ -139,7 +139,7 @@ class Trends:
             self._waits_since[key] = known[key] if stays else now
 
     def _follow_tasks(self, partition: PartitionDescription, before: PartitionDescription | None) -> int:
-        """Record new batches and step times of a partition's tasks. Return the number of newly consumed samples."""
+        """Record new batches and step times of a partition's tasks, and return the number of newly consumed samples."""
         name, new_count = partition.summary.partition_id, 0
         earlier = {} if before is None else {(task.task_name, task.epoch): task for task in before.tasks}
         for task in partition.tasks:
@@ -168,7 +168,7 @@ def group_of(partition_id: str) -> str:
 
 
 def recent_mean(curve: Iterable[float | None]) -> float | None:
-    """Return the mean of a curve's last few points. Gaps are ignored. If all points are gaps, return None."""
+    """Return the mean of a curve's last few points, ignoring gaps, or None if all points are gaps."""
     points = [point for point in list(curve)[-_SMOOTHED_POINTS:] if point is not None]
     return rounded(sum(points) / len(points)) if points else None
 
@@ -196,8 +196,8 @@ class EventLog:
 
     Events are numbered from 1. Partition events have the kinds "made", "sealed" and "cleared". Service events have the
     kinds "away", "refused", "back" and "restarted". Storage service events have the kinds "silent" and "heard". An
-    event also contains the name of its partition or storage service (empty for the service itself). The page shows the
-    name followed by the event's text.
+    event also contains the name of the partition or storage service concerned (empty for the service itself). The page
+    shows the name followed by the event's text.
     """
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class EventLog:
         return [{**event, "seconds": round(now - at, 1)} for at, event in events]
 
     def note(self, at: float, kind: str, text: str, *, name: str = "") -> None:
-        """Record an event. `name` is the name of its partition or storage service."""
+        """Record an event. `name` is the name of the partition or storage service concerned."""
         log = self._of_partitions if kind in {"made", "sealed", "cleared"} else self._of_services
         self._count += 1
         log.append((at, {"number": self._count, "kind": kind, "name": name, "text": text}))

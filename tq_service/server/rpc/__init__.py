@@ -1,1 +1,1 @@
-"""The layer between gRPC and the servicers, with the table of methods and the middleware."""
+"""The layer between gRPC and the servicers: the table of methods and the middleware."""

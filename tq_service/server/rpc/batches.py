@@ -1,13 +1,13 @@
-"""Streams of unary calls (CallMany). Each call in a stream is handled like a separate call.
+"""Streams of unary calls (CallMany). Each call in a stream is handled as if it were made separately.
 
     read stream -> run each call in a task, with all middleware -> collect responses -> write responses
 
-A stream grants no extra permissions. `Services` uses the stream's metadata to find the handler of each call, as it does
-for separate calls. The handler receives a context with a single request and a separate deadline. Streams save gRPC's
-overhead per call, which dominates the cost of small calls.
+A stream grants no extra permissions. `Services` uses the stream's metadata to find each call's handler, as it does for
+separate calls. The handler receives a context with a single request and a separate deadline. Streams avoid gRPC's
+per-call overhead, which dominates the cost of small calls.
 
-A call is open until its response has been written. If a stream has too many open calls, the service stops reading
-calls from the stream.
+A call is open until its response has been written. If a stream has too many open calls, the service stops reading from
+the stream.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tq_service.wire.error_table import to_status
 from tq_service.wire.messages import read_seconds
 
 _MOST_UNWRITTEN_BYTES: Final = 1 << 20
-"""Maximum size of a stream's unwritten responses, and of a message that contains several responses, in bytes."""
+"""Maximum size in bytes of a stream's unwritten responses and of a message that contains several responses."""
 
 _MOST_STREAMS: Final = 256  # each stream may keep an incomplete message in memory
 _MOST_STREAMS_OF_ONE: Final = 2  # a client with a new token opens a second stream while the first stream has open calls
@@ -44,14 +44,14 @@ _NAMES: Final = {method.short_name: method.name for method in METHODS.values() i
 
 
 class _Details(NamedTuple):
-    """Replacement for gRPC's `HandlerCallDetails`, with the details known before the request is read."""
+    """A replacement for gRPC's `HandlerCallDetails`, holding the details known before the request is read."""
 
     method: str
     invocation_metadata: Any
 
 
 class _Call:
-    """A call in a stream. The call object is also the gRPC context passed to its handler.
+    """A call in a stream. The call object also serves as the gRPC context passed to the handler.
 
     A call ends once its response has been written. A cancelled call ends without a response.
 
@@ -62,7 +62,7 @@ class _Call:
         status: serialized status of a failed call, or empty if the call has not failed.
         is_late: whether the call's deadline has passed.
         is_unwanted: whether the call was cancelled.
-        is_begun: whether the task has started to run.
+        is_begun: whether the task has started running.
         is_answered: whether the handler has returned or failed.
     """
 
@@ -91,7 +91,7 @@ class _Call:
     # Methods of a gRPC context, used by handlers and middleware
 
     async def read(self) -> Any:
-        """Return the request on the first call, and EOF afterwards."""
+        """Return the request on the first call and EOF on later calls."""
         request, self._request = self._request, None
         return grpc.aio.EOF if request is None else request
 
@@ -104,7 +104,7 @@ class _Call:
         return self._stream.auth_context()
 
     def invocation_metadata(self) -> Any:
-        """Return the call's metadata, such as its trace context. The token is in the stream's metadata."""
+        """Return the call's own metadata, such as the trace context. The token is in the stream's metadata."""
         return self._metadata
 
     def time_remaining(self) -> float | None:
@@ -118,7 +118,7 @@ class _Call:
         self._callbacks.append(callback)
 
     def cancelled(self) -> bool:
-        """Return whether the call was cancelled. The response of a cancelled call is not written."""
+        """Return whether the call was cancelled. The response to a cancelled call is not written."""
         return self.is_unwanted
 
     def code(self) -> grpc.StatusCode | None:
@@ -152,7 +152,7 @@ class _Stream:
     """An open stream of calls.
 
     Args:
-        services: finds the handlers of calls.
+        services: services that find the handlers of calls.
         context: gRPC context of the stream.
     """
 
@@ -217,8 +217,8 @@ class _Stream:
         if since is None or time.monotonic() - since < most_seconds:
             return None
         return DeadlineError(
-            f"no call was sent, or no answer was read, within {most_seconds:g} s (stall_seconds); open a new stream "
-            "for the next call",
+            f"the client sent no call or read no response within {most_seconds:g} s (stall_seconds). Open a new "
+            "stream for the next call",
             metadata={"limit_name": "stall_seconds", "limit": f"{most_seconds:g}"},
         )
 
@@ -249,7 +249,7 @@ class _Stream:
             )
         if asked.call_id in self._open:
             raise InvalidArgumentError(
-                f"call_id is {asked.call_id}, which an open call in this stream uses; use a unique call_id",
+                f"call_id is {asked.call_id}, which another open call in this stream uses; use a unique call_id",
                 field="calls.call_id",
             )
         call = _Call(self._context, asked)
@@ -266,7 +266,7 @@ class _Stream:
             call.timer = loop.call_later(remaining, call.expire)
 
     async def _handle(self, call: _Call, handler: Handler) -> None:
-        """Run a call's handler, and queue the response for writing."""
+        """Run a call's handler and queue the response for writing."""
         made: Any = handler
         call.is_begun = True
         try:
@@ -289,7 +289,7 @@ class _Stream:
         self._has_answers.set()
 
     def _cancel(self, call: _Call) -> None:
-        """Cancel a call. If the call's task has started, the task ends the call later."""
+        """Cancel a call. If the call's task has already started, the task ends the call later."""
         if call.is_unwanted:
             return
         call.is_unwanted = True
@@ -307,7 +307,7 @@ class _Stream:
         self._has_answers.set()  # wakes the writer, which returns after the last call of a closing stream
 
     async def _write_all(self) -> None:
-        """Write responses as they become ready, until the stream is closing and has no open calls."""
+        """Write responses as they become ready, until the stream is closing and has no more open calls."""
         while not self._is_stopped and (self._open or not self._is_closing):
             await self._has_answers.wait()
             self._has_answers.clear()
@@ -345,17 +345,17 @@ class _Stream:
 def _check_size(name: str, size: int, most: int) -> None:
     if size > most:
         raise InvalidArgumentError(
-            f"{name} of a call is {size} bytes; expected at most {most}. Make this call outside the stream.",
+            f"the {name} of a call is {size} bytes; expected at most {most}. Make this call outside the stream.",
             field=f"calls.{name}",
         )
 
 
 class Batches:
-    """The call streams of a server. Use it only on the server's event loop.
+    """The call streams of a server. Use this class only on the server's event loop.
 
     Args:
-        services: finds the handlers of calls.
-        stall_seconds: time after which a stream is ended if its client neither sends calls nor reads responses.
+        services: services that find the handlers of calls.
+        stall_seconds: time after which a stream is ended if the client neither sends calls nor reads responses.
     """
 
     def __init__(self, services: Services, stall_seconds: float) -> None:
@@ -381,7 +381,7 @@ class Batches:
                 self._streams.discard(stream)
 
     def end_stalled(self) -> None:
-        """End stalled streams. Call this method about every second."""
+        """End stalled streams. This method should be called about once per second."""
 
         def error_of(stream: _Stream) -> TqError | None:
             return stream.stall(self._stall_seconds)

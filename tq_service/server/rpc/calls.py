@@ -1,8 +1,8 @@
-"""gRPC handlers and their middleware, which adds metrics, error handling, access control and durable responses.
+"""gRPC handlers and the middleware that adds metrics, error handling, access control and durable responses.
 
     ObservedCalls -> RunningCalls -> AccessControl -> DurableAnswers -> handler of the method
 
-Each stage is a `Middleware`. The tracing middleware is in traces.py, because it requires an extra.
+Each stage is a `Middleware`. The tracing middleware is in traces.py, because it depends on an optional extra.
 """
 
 from __future__ import annotations
@@ -85,19 +85,19 @@ _RETRY_SECONDS: Final = 1.0
 
 
 class Services(grpc.GenericRpcHandler):
-    """The gRPC services of a server, wrapped in middleware. Pass it to generated code in place of the server.
+    """The gRPC services of a server, wrapped in middleware. Generated code receives this object in place of the server.
 
-    Each handler is wrapped once per method and caller. A grpc.aio interceptor would add two coroutines to every call
-    and could not see the requests.
+    Each handler is wrapped once per method and caller. By contrast, a grpc.aio interceptor would add two coroutines to
+    every call and could not see the requests.
 
     Args:
         server: server that receives the calls.
-        middleware: middleware for each call, outermost first. The caller is determined by the first middleware whose
-            `admit` returns a caller.
-        methods: descriptions of methods by full name. Methods that are not listed use the defaults of `Method`.
+        middleware: middleware for each call, outermost first. The first middleware whose `admit` returns a caller
+            determines the caller.
+        methods: descriptions of methods by full name. Unlisted methods use the defaults of `Method`.
 
     Attributes:
-        inbox: reads the requests, and limits their size and number.
+        inbox: reader of the requests, which limits their size and number.
     """
 
     def __init__(
@@ -116,14 +116,14 @@ class Services(grpc.GenericRpcHandler):
         server.add_generic_rpc_handlers((self,))
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        """Add services. Called by generated code."""
+        """Add services. This method is called by generated code."""
         self._services += handlers
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
-        """Do nothing. Generated code also adds these methods with `add_generic_rpc_handlers`."""
+        """Do nothing, because generated code also adds these methods with `add_generic_rpc_handlers`."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """Return the handler for a call, or None if the method is unknown. Called by gRPC for each call."""
+        """Return the handler for a call, or None if the method is unknown. gRPC calls this method for each call."""
         name = handler_call_details.method
         if name not in self._found:
             found = (service.service(handler_call_details) for service in self._services)
@@ -149,9 +149,9 @@ class Services(grpc.GenericRpcHandler):
         return handler
 
     def _wrapped(self, inner: Handler, method: Method, caller: Caller, middleware: Sequence[Middleware]) -> Handler:
-        """Wrap a handler in middleware. If the caller is refused, the handler fails without reading requests.
+        """Wrap a handler in middleware. If the caller is rejected, the handler fails without reading any requests.
 
-        All methods are registered as streaming requests, so the inbox can decide when to read.
+        All methods are registered with streaming requests, so that the inbox can decide when to read them.
         """
         refusal = caller.refusal
         if refusal is None:
@@ -182,7 +182,7 @@ def _refusing(refusal: Refusal) -> Behavior:
 
 
 def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
-    """Convert a handler to a coroutine function. Responses yielded by an async generator are written to the context."""
+    """Convert a handler to a coroutine function that writes the responses of an async generator to the context."""
     if not inspect.isasyncgenfunction(behavior):
         return behavior
 
@@ -195,20 +195,20 @@ def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
 
 
 class ObservedCalls(Middleware):
-    """Logs calls at debug level and updates call metrics. As the outermost middleware, it sees each call's status.
+    """Logs calls at debug level and updates call metrics. As the outermost middleware, it sees the status of each call.
 
-    Metrics are named as in go-grpc-middleware. Waiting time is measured separately, because long polls would otherwise
-    dominate the handling time.
+    The metrics are named as in go-grpc-middleware. Waiting time is measured separately, because otherwise long polls
+    would dominate the handling time.
 
     Args:
-        instruments: metrics to update. None if metrics are off.
+        instruments: metrics to update, or None if metrics are off.
     """
 
     def __init__(self, instruments: Instruments | None = None) -> None:
         self._calls = None if instruments is None else instruments.calls
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Wrap a handler to observe its calls. If debug logs and metrics are off, return the handler unchanged."""
+        """Wrap a handler to observe its calls. If debug logs and metrics are both off, return the handler unchanged."""
         logs, counts = _log.isEnabledFor(logging.DEBUG), None
         if self._calls is not None:
             counts = self._calls.get(method.name)
@@ -250,7 +250,7 @@ def _counts_of(method: Method) -> MethodCounts:
 
 
 def code_of(error: BaseException, context: Context) -> int:
-    """Return the number of the status code for a failed call, as received by a client that is still connected."""
+    """Return the numeric status code of a failed call, as a client that is still connected receives it."""
     if isinstance(error, asyncio.CancelledError):
         remaining = context.time_remaining()
         late = remaining is not None and remaining <= 0
@@ -284,7 +284,7 @@ def _log_end(method: Method, caller: Caller, request: Any, context: Context, *, 
 
 
 def _request_id(message: Any) -> bytes | None:
-    """Return the id that a call shares with its retries: its request_id, its commit's request_id, or its put_id."""
+    """Return the id that a call shares with its retries: a request_id, the request_id of a commit, or a put_id."""
     header = getattr(message, "header", message)
     for part in (message, getattr(message, "commit", None), header, getattr(header, "commit", None)):
         if request_id := getattr(part, "request_id", b""):
@@ -293,21 +293,21 @@ def _request_id(message: Any) -> bytes | None:
 
 
 class RunningCalls(Middleware):
-    """Counts and limits running calls, and ends failed calls with a `google.rpc.Status`.
+    """Counts and limits running calls and ends failed calls with a `google.rpc.Status`.
 
-    Calls beyond the limit are rejected before their requests are read. Health probes are exempt from the limit, because
-    callers without a token can send them and must not displace other calls. Calls between services are also exempt,
-    because a service whose heartbeats are rejected would be considered lost.
+    Calls beyond the limit are rejected before their requests are read. Health probes do not count toward the limit,
+    because callers without a token can send them and must not displace other calls. Calls between services are also
+    exempt from the limit, because a service whose heartbeats are rejected would be considered lost.
 
     If a call fails with a `TqError`, the client receives the error's message. Any other exception is a bug, so its
-    traceback is logged and the client receives INTERNAL without the exception's message.
+    traceback is logged, and the client receives INTERNAL without the exception's message.
 
     Args:
         most: maximum number of running calls.
 
     Attributes:
         count: number of running calls.
-        rejected: number of calls rejected since the last report, by name of the limit or quota.
+        rejected: number of calls rejected since the last report, by the name of the limit or quota.
     """
 
     def __init__(self, most: int = sys.maxsize) -> None:
@@ -318,12 +318,12 @@ class RunningCalls(Middleware):
         _grpc_log.addFilter(_UNTAKEN_ANSWERS)  # no effect if another service in this process has added it
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
-        """Return a refused caller if too many calls are running. Otherwise, return None."""
+        """Return a rejected caller if too many calls are running, and None otherwise."""
         is_one_too_many = self.count >= self._most and not (method.is_open or method.is_internal)
         return self._one_too_many if is_one_too_many else None
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Wrap a handler to count running calls, and to end failed calls with a status that describes the error."""
+        """Wrap a handler to count running calls and to end failed calls with a status that describes the error."""
         weight = 0 if method.is_open or method.is_internal or caller is self._one_too_many else 1
         reads_one = caller.refusal is None and not method.has_request_stream
 
@@ -347,12 +347,12 @@ class RunningCalls(Middleware):
     def report(self) -> None:
         """Log the number of calls rejected since the last report, for each limit or quota."""
         if self.rejected:
-            _log.warning(LogMessage("rejected calls beyond a limit or quota", **dict(self.rejected.most_common())))
+            _log.warning(LogMessage("rejected calls that exceeded limits", **dict(self.rejected.most_common())))
             self.rejected.clear()
 
 
 async def _end(context: Context, error: Exception, method: Method, message: Any) -> None:
-    """End a call with the status for its error. If the error is a bug, the status includes the call's request_id."""
+    """End a call with the status for its error. If the error is a bug, include the call's request_id in the status."""
     failed = error
     if not isinstance(error, TqError):
         request_id = _request_id(message)
@@ -368,7 +368,7 @@ async def _end(context: Context, error: Exception, method: Method, message: Any)
 
 
 class _UntakenAnswers(logging.Filter):
-    """A log filter that turns gRPC's error and traceback for an undelivered response into a single INFO line.
+    """A log filter that replaces gRPC's error and traceback for an undelivered response with a single INFO line.
 
     gRPC does not log why a response could not be delivered. The client may have disconnected or cancelled the call
     while the response was in transit. The client may also have rejected the response as too large, in which case its
@@ -383,7 +383,7 @@ class _UntakenAnswers(logging.Filter):
         error_text = record.getMessage()
         record.args = ()
         record.msg = LogMessage(
-            "could not deliver an answer: the client disconnected, or rejected the message as too large",
+            "could not deliver a response: the client disconnected, or rejected the message as too large",
             error=error_text,
         )
         record.exc_info = record.exc_text = None
@@ -394,19 +394,19 @@ _UNTAKEN_ANSWERS = _UntakenAnswers()
 
 
 class DurableAnswers(Middleware):
-    """Delays responses and errors until the state is durable, so clients never see a change that a crash could undo.
+    """Delays responses and errors until the state is durable, so clients never see changes that a crash could undo.
 
-    While the state cannot be persisted, calls are refused before they run. While disk space is low, calls that store
-    data are refused, because the remaining space is reserved for calls that free space.
+    While the state cannot be persisted, calls are rejected before they run. While disk space is low, calls that store
+    data are rejected, because the remaining space is reserved for calls that free space.
 
-    In a cluster, the middleware also refuses calls to a standby. It withholds the responses of a leader that may have
+    In a cluster, the middleware also rejects calls to a standby and withholds the responses of a leader that may have
     been superseded. A process that was paused for longer than its lease therefore never responds with outdated state.
-    `end_calls` ends calls that are waiting for samples or for etcd, so that their clients retry at the leader. Use it
-    from a single event loop.
+    `end_calls` ends calls that are waiting for samples or for etcd, so that their clients retry with the leader. Use
+    this class from a single event loop.
 
     Args:
-        state: state that must be durable before a response is sent. None if no state is persisted.
-        member: this controller's cluster membership. None if it is the only controller.
+        state: state that must be durable before a response is sent, or None if no state is persisted.
+        member: this controller's cluster membership, or None if it is the only controller.
     """
 
     def __init__(self, state: StateStore | None, member: ClusterMember | None = None) -> None:
@@ -415,7 +415,7 @@ class DurableAnswers(Middleware):
         self._running = EndableCalls()
 
     def end_calls(self) -> None:
-        """End running calls with `NotLeaderError`. Changes made by these calls may still take effect."""
+        """End running calls with `NotLeaderError`. Changes that these calls made may still take effect."""
         self._running.end(lambda _owner: self._refusal())
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
@@ -444,7 +444,7 @@ class DurableAnswers(Middleware):
                 await state.wait_durable()
             if method.fills_disk and state.is_disk_low:
                 raise DiskFullError(
-                    "the data directory's disk is nearly full, so new data is refused; clear samples or free disk "
+                    "the data directory's disk is nearly full, so new data is rejected. Clear samples or free disk "
                     "space. The service resumes once space is available.",
                     retry_after_seconds=_RETRY_SECONDS,
                 )
@@ -508,28 +508,29 @@ _WRONG_PROOF: Final = (
 )
 _AGENT: Final = re.compile(r"tq-service/(\S+) \(protocol (\d+)\)")
 _SERVICE: Final = make_token(name="internal-secret", sha256="0" * 64, roles=["service"], prefixes=[ALL_PARTITIONS])
-"""Token used for callers that present the internal secret. It has the role `service`."""
+"""Token used for callers that present the internal secret, with the role `service`."""
 
 
 class AccessControl(Middleware):
-    """Identifies the caller of each call, and refuses calls that the caller is not allowed to make.
+    """Identifies the caller of each call and rejects calls that the caller is not allowed to make.
 
-    A call without a valid token is refused before its request is read. A call to an internal method is also refused at
-    this point if it lacks the internal secret. If the token lacks a required role or does not cover a partition in the
-    request, the call is refused after its request has been read.
+    A call without a valid token is rejected before its request is read. A call to an internal method is also rejected
+    at this point if it lacks the internal secret. If the token lacks a required role or does not cover a partition in
+    the request, the call is rejected after its request has been read.
 
     Args:
-        audit: log of refused calls and administrative calls.
-        tokens: valid tokens. None if everyone may call all methods except internal methods.
-        secret: secret shared by the services of this deployment. None if services are identified only by tokens.
-        stall_seconds: maximum time to wait for a stream's first message, which determines whether the call is allowed.
+        audit: log of rejected calls and administrative calls.
+        tokens: valid tokens, or None if everyone may call all methods except internal ones.
+        secret: secret shared by the services of this deployment, or None if services are identified only by tokens.
+        stall_seconds: maximum time to wait for the first message of a stream, which determines whether the call is
+            allowed.
 
     Attributes:
-        partition_of: returns the partition of a complete put in this process's storage service, or None for an unknown
-            put. The attribute is None if this process does not run a storage service.
-        admitted_at: time of the first admitted call on each connection, by peer, as returned by `time.monotonic`. If
-            tokens are required, health probes are ignored, because they need no token. `Connections` removes the
-            entries of closed connections.
+        partition_of: function that returns the partition of a complete put in this process's storage service, or None
+            for an unknown put. The attribute is None if this process does not run a storage service.
+        admitted_at: `time.monotonic` time of the first admitted call on each connection, by peer. If tokens are
+            required, health probes are ignored, because they need no token. `Connections` removes the entries of closed
+            connections.
     """
 
     def __init__(
@@ -557,7 +558,7 @@ class AccessControl(Middleware):
         self.partition_of: Callable[[bytes], str | None] | None = None
 
     def end_revoked(self) -> None:
-        """End waiting and streaming calls whose token has expired or has been removed or changed."""
+        """End waiting and streaming calls whose token has expired, been removed, or changed."""
         if self._tokens is None:
             return
         known = self._tokens.tokens
@@ -569,7 +570,7 @@ class AccessControl(Middleware):
         self._lasting.end(error_of)
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller:
-        """Identify the caller from the call's metadata. Return a refused caller if the call is not allowed."""
+        """Identify the caller from the call's metadata. Return a rejected caller if the call is not allowed."""
         if method.is_open:
             return self._anyone
         metadata = dict(details.invocation_metadata or ())
@@ -604,7 +605,7 @@ class AccessControl(Middleware):
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
         """Wrap a handler to check whether the caller may call the method.
 
-        If the check depends on the request, the wrapper first reads the request or the stream's first message.
+        If the check depends on the request, the wrapper first reads the request or the first message of the stream.
         """
         token, refusal = caller.token, caller.refusal
         is_known = refusal is None
@@ -649,7 +650,7 @@ class AccessControl(Middleware):
         return lambda request, context: self._lasting.run(call(request, context), token)
 
     def refused_scrape(self, loop: asyncio.AbstractEventLoop, authorization: str, peer: str) -> str | None:
-        """Return why a metrics scrape with this authorization header is refused, or None to allow it. Thread-safe."""
+        """Return why a metrics scrape with this authorization header is rejected, or None to allow it. Thread-safe."""
         if self._tokens is None:
             return None
         token, refusal = None, self._no_token.refusal
@@ -665,7 +666,7 @@ class AccessControl(Middleware):
         return f"{refusal.reason}; a scrape requires a token with role read for all partitions"
 
     def _named_by(self, method: Method, request: Any) -> list[str]:
-        """Return the partitions that a request refers to, either by name or through its puts."""
+        """Return the partitions that a request refers to, either by name or through puts."""
         named = list(method.partitions(request))
         if method.put_ids is not None and self.partition_of is not None:
             found = map(self.partition_of, method.put_ids(request))
@@ -706,7 +707,7 @@ def _showing_its_own(token: Token, behavior: Behavior) -> Behavior:
             return await behavior(request, context)
         except PartitionNotFoundError as error:  # the original message suggests similar partition names
             raise PartitionNotFoundError(
-                "the partition does not exist; ListPartitions lists the partitions for which this token is valid",
+                "the partition does not exist. ListPartitions lists the partitions for which this token is valid",
                 metadata=error.metadata,
             ) from None
 
@@ -722,9 +723,9 @@ def _stranger(message: str, reason: str, name: str = "") -> Caller:
 
 
 def _other_protocol(agent: str) -> Caller | None:
-    """Return a refused caller if the user agent contains a different protocol version. Otherwise, return None.
+    """Return a rejected caller if the user agent contains a different protocol version, and None otherwise.
 
-    Clients in other languages do not send a protocol version.
+    Clients written in other languages do not send a protocol version.
     """
     if (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
         return None
@@ -742,7 +743,7 @@ def _other_protocol(agent: str) -> Caller | None:
 
 
 def _lack(method: Method, token: Token) -> Refusal | None:
-    """Return a refusal if the token does not permit any call to the method. Otherwise, return None."""
+    """Return a refusal if the token does not permit any call to the method, and None otherwise."""
     if not method.roles:
         return _denied(
             "no rule for the method", f"{method.short_name} has no access rule in its proto, so all calls are refused"
@@ -788,6 +789,6 @@ def _text(value: str | bytes | None) -> str:
 
 
 def _bearer(authorization: str) -> str | None:
-    """Return the bearer token in an authorization header, or None if the header has another scheme."""
+    """Return the bearer token from an authorization header, or None if the header uses another scheme."""
     scheme, _, secret = authorization.partition(" ")
     return secret.strip() if scheme.lower() == TOKEN_SCHEME.strip().lower() else None

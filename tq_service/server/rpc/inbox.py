@@ -1,8 +1,8 @@
 """Limits on request size, concurrent reads, waiting calls, and the transfer rate of streams.
 
-gRPC reads each message completely into memory that does not count towards any quota. Before the service starts to read
-a message, the client can send at most the stream's window (`wire/connection.py`). Each read returns a single message of
-at most `max_message_bytes`, so limiting the number of concurrent reads also limits the bytes in flight.
+gRPC reads each message completely into memory that does not count toward any quota. Before the service starts reading a
+message, the client can send no more than the stream's window (`wire/connection.py`). Each read returns a single message
+of at most `max_message_bytes`, so limiting the number of concurrent reads also limits the bytes in flight.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tq_service.wire.connection import MAX_REQUEST_BYTES, PART_BYTES
 Part = TypeVar("Part")
 
 LEAST_PROGRESS_BYTES: Final = 64 * 1024
-"""Minimum number of bytes that a stream must transfer within `stall_seconds` to avoid being ended as stalled."""
+"""Minimum number of bytes that a stream must transfer within `stall_seconds`, or else it is ended as stalled."""
 
 GRACE_SECONDS: Final = 10.0
-"""Waiting time, per stream, that is not counted when the stream's transfer rate is compared with the minimum."""
+"""Waiting time per stream that is ignored when the stream's transfer rate is compared with the minimum."""
 
 RETRY_AFTER_SECONDS: Final = 1.0
 MAX_OPEN_REQUEST_BYTES: Final = 4096
-"""Maximum request size, in bytes, for methods that need no token. These requests contain only a service name."""
+"""Maximum request size, in bytes, for methods that need no token. Such requests contain only a service name."""
 
 MAX_WAITING_BYTES: Final = 32 << 20
 """Maximum total request size, in bytes, of running calls that may wait for samples or capacity."""
@@ -42,16 +42,16 @@ MAX_WAITING_BYTES: Final = 32 << 20
 _DECODED_AT_ONCE: Final = 512 << 10  # bytes, which take a few milliseconds to decode if they are varints
 _EOF: Final = grpc.aio.EOF
 _ROUNDED_SHARE: Final = 0.035
-"""Safety margin for timeouts: gRPC may send a timeout that is up to 3.3 % longer than requested (measured)."""
+"""Safety margin for timeouts: according to measurements, gRPC may send a timeout up to 3.3 % longer than requested."""
 
 needs_no_turn: Final[ContextVar[bool]] = ContextVar("needs_no_turn", default=False)
-"""Whether the current call reads without a `Turn`. Used for streams such as CallMany that may be idle for long."""
+"""Whether the current call reads without a `Turn`, as streams such as CallMany do because they may be idle for long."""
 
 
 def wait_until(context: Context) -> float | None:
     """Return the `time.monotonic` time until which a call may wait, or None if the call has no deadline.
 
-    The time is early enough to send an error before the deadline.
+    The returned time is early enough to send an error before the deadline.
     """
     remaining = context.time_remaining()
     if remaining is None:
@@ -79,14 +79,14 @@ def _beyond(limit_name: str, got: int, limit: int, message: str) -> LimitExceede
 
 
 class WaitingCalls:
-    """Counts calls that wait, for example for samples or capacity, and rejects calls beyond a limit.
+    """Counts calls that wait, for example for samples or capacity, and rejects calls that exceed a limit.
 
     Each connection counts as a separate client.
 
     Args:
         most: maximum number of waiting calls.
         most_of_one: maximum number of waiting calls per client.
-        limit_name: name of the total limit in error messages. The limit per client has the suffix "_per_client".
+        limit_name: name of the total limit in error messages. The per-client limit has the suffix "_per_client".
 
     Attributes:
         count: number of waiting calls.
@@ -106,7 +106,7 @@ class WaitingCalls:
         """Count a call as waiting during the `with` block.
 
         Raises:
-            LimitExceededError: the total limit or this client's limit on waiting calls has been reached.
+            LimitExceededError: the limit on waiting calls, in total or for this client, has been reached.
         """
         counts, client = self._by_client, context.peer()
         if counts[client] >= self._most_of_one:
@@ -126,13 +126,13 @@ class WaitingCalls:
 
 
 class Turn:
-    """Permission to perform a read, or several related reads, on a connection. Turns are granted by a `Lane`.
+    """Permission to perform one or several related reads on a connection. Turns are granted by a `Lane`.
 
     Attributes:
         connection: gRPC's name for the connection's peer.
-        due_at: time after which the running step is considered slow, on the event loop's clock.
-        is_aside: whether the turn has been moved aside because it was slow while other reads waited. A turn aside does
-            not count as a concurrent read.
+        due_at: time on the event loop's clock after which the running step is considered slow.
+        is_aside: whether the turn has been moved aside because it was slow while other reads waited. A turn that has
+            been moved aside does not count as a concurrent read.
     """
 
     __slots__ = ("_is_ended", "_lane", "_task", "connection", "due_at", "is_aside")
@@ -160,8 +160,8 @@ class Turn:
                 raise
             seconds = self._lane.patience_seconds
             raise DeadlineError(
-                f"a message did not arrive within {seconds:g} s while other messages waited to be read; send it "
-                "faster, or send fewer messages at once",
+                f"a message did not arrive within {seconds:g} s while other messages were waiting to be read. Send "
+                "messages faster, or send fewer of them at once",
                 metadata={"limit_name": "patience", "limit": f"{seconds:g}"},
             ) from None
         finally:
@@ -174,7 +174,7 @@ class Turn:
         return self._task is not None and not self._is_ended
 
     def end(self) -> None:
-        """Cancel the running step, and thereby its call."""
+        """Cancel the running step and thus its call."""
         if self._task is not None and not self._is_ended:
             self._is_ended = True
             self._task.cancel()
@@ -188,18 +188,19 @@ class Lane:
     """Limits concurrent reads, both in total and per connection. Waiting connections take turns.
 
     A read is slow if it takes longer than `patience_seconds` while other reads wait. A few slow reads are moved aside.
-    These reads continue, but no longer count as concurrent reads. A connection with a read aside may not use the last
-    free slot. If too many reads are aside, the lane ends the oldest read of the connection with the most reads aside.
+    Such reads continue but no longer count as concurrent reads. A connection with a read moved aside may not use the
+    last free slot. If too many reads have been moved aside, the lane ends the oldest read of the connection that has
+    the most of them.
 
     Args:
         most: maximum number of concurrent reads.
-        most_of_one: maximum number of concurrent reads per connection, including reads aside.
+        most_of_one: maximum number of concurrent reads per connection, including those moved aside.
         patience_seconds: maximum duration of a read while other reads wait.
-        most_aside: maximum number of reads aside. If 0, slow reads are ended.
+        most_aside: maximum number of reads moved aside. If 0, slow reads are ended.
         most_waiting_of_one: maximum number of waiting reads per connection.
 
     Attributes:
-        running: number of running reads, excluding reads aside.
+        running: number of running reads, excluding those moved aside.
         patience_seconds: maximum duration of a read while other reads wait.
     """
 
@@ -228,7 +229,7 @@ class Lane:
         """Wait for a turn and return it. The caller must end the turn with `leave`.
 
         Raises:
-            LimitExceededError: too many reads from the connection are already waiting.
+            LimitExceededError: too many reads on the connection are already waiting.
         """
         if not self._waiting and self._has_place(connection):
             return self._start(connection)
@@ -290,7 +291,7 @@ class Lane:
         return Turn(self, connection)
 
     def _admit(self) -> None:
-        """Start waiting reads while slots are free. Connections take turns."""
+        """Start waiting reads while slots are free. The connections take turns."""
         while (connection := next(filter(self._has_place, self._waiting), None)) is not None:
             queue = self._waiting.pop(connection)
             place = queue.popleft()
@@ -307,7 +308,7 @@ class Lane:
             self._patrol = loop.call_at(max(next(iter(self._steps)).due_at, loop.time()), self._part_with_slow)
 
     def _part_with_slow(self) -> None:
-        """Move slow reads aside, and end a read if too many are aside. If no read may be aside, end all slow reads."""
+        """Move slow reads aside, ending one if too many were moved. If none may be moved aside, end all slow reads."""
         self._patrol = None
         now = asyncio.get_running_loop().time()
         for turn in list(self._steps) if self._waiting else ():
@@ -335,7 +336,7 @@ class Inbox:
         open_calls: lane for requests to methods that need no token.
         requests: lane for all other requests, including the first message of each stream.
         frames: lane for later messages of streams. A message's turn lasts until the next message is read.
-        large: lane for requests sent in parts. A turn lasts until the call ends or `waiting_bytes` includes the
+        large: lane for requests sent in parts. A turn lasts until the call ends or `waiting_bytes` accounts for the
             request.
         waiting_bytes: total request size, in bytes, of running calls that may wait for samples or capacity.
     """
@@ -364,7 +365,7 @@ class Requests:
     """The request messages of a call, read on demand.
 
     Attributes:
-        first: first message. None until it has been read.
+        first: the first message, or None until that message has been read.
     """
 
     __slots__ = (
@@ -418,7 +419,7 @@ class Requests:
         """Read and return the request of a unary method.
 
         Raises:
-            InvalidArgumentError: the request is missing, or is not a message of the method's request type.
+            InvalidArgumentError: the request is missing or is not a message of the method's request type.
         """
         message = self.first = await self._read_first()
         if message is None:
@@ -426,20 +427,20 @@ class Requests:
         return message
 
     def close(self) -> None:
-        """End the call's turns, and subtract its request size from `waiting_bytes`."""
+        """End the call's turns and subtract the size of its request from `waiting_bytes`."""
         self._leave_frame()
         self._leave_large()
         if self._held_bytes:
             self._release()
 
     async def _read_first(self) -> Any:
-        """Read the first message. Large messages are joined and decoded in threads."""
+        """Read the first message. The parts of a large message are joined and decoded in threads."""
         lane = self._inbox.open_calls if self._method.is_open else self._inbox.requests
         data = await self._message(lane)
         if data is _EOF:
             return None
         if self._method.is_open and len(data) > MAX_OPEN_REQUEST_BYTES:
-            raise _too_large(len(data), MAX_OPEN_REQUEST_BYTES, "Name one service")
+            raise _too_large(len(data), MAX_OPEN_REQUEST_BYTES, "Name a single service")
         if len(data) == PART_BYTES:
             self._hold(PART_BYTES)  # counts the first part while the request waits for its turn
             self._large = await self._inbox.large.enter(self._connection)
@@ -458,7 +459,7 @@ class Requests:
                 break
             size += len(part)
             if size > MAX_REQUEST_BYTES:
-                raise _too_large(size, MAX_REQUEST_BYTES, "Write or name fewer samples at once")
+                raise _too_large(size, MAX_REQUEST_BYTES, "Write or specify fewer samples at once")
             parts.append(part)
         return await asyncio.to_thread(b"".join, parts)
 
@@ -468,7 +469,7 @@ class Requests:
         try:
             message = self._deserialize(data)
         except DecodeError:
-            raise _unreadable(f"its {len(data)} bytes are not a valid message for this method") from None
+            raise _unreadable(f"the {len(data)} bytes received are not a valid message for this method") from None
         if isinstance(message, Garbled):
             raise _unreadable(message.reason)
         return message
@@ -483,7 +484,7 @@ class Requests:
     def _hold(self, size: int) -> None:
         """Add a request to `waiting_bytes`.
 
-        If the request does not fit, it keeps its turn in `large`. If it has no turn, it is rejected.
+        A request that does not fit keeps its turn in `large`, or is rejected if it has no turn.
         """
         inbox = self._inbox
         total = inbox.waiting_bytes + size
@@ -496,7 +497,7 @@ class Requests:
                 WAITING_BYTES,
                 total,
                 MAX_WAITING_BYTES,
-                f"the requests of calls that may wait would use {total} bytes of memory; expected at most "
+                f"requests of calls that may wait would use {total} bytes of memory; expected at most "
                 f"{MAX_WAITING_BYTES}. Make fewer such calls at once, or retry later.",
             )
 
@@ -529,7 +530,7 @@ def _too_large(size: int, limit: int, remedy: str) -> InvalidArgumentError:
 
 
 class Progress:
-    """A stall timer for a stream. It runs while the stream waits for its client, and restarts after enough bytes.
+    """A stall timer for a stream. The timer runs while the stream waits for its client and restarts after enough bytes.
 
     Args:
         seconds: maximum time to transfer `LEAST_PROGRESS_BYTES`.
@@ -551,7 +552,7 @@ class Progress:
         """Await a step of the stream and return its result.
 
         Raises:
-            DeadlineError: the stream has stalled, or was slower than its minimum rate while puts waited for capacity.
+            DeadlineError: the stream stalled, or was slower than its minimum rate while puts waited for capacity.
         """
         began_at = self._counted_from = time.monotonic()
         try:
@@ -567,7 +568,7 @@ class Progress:
             self._waited_seconds += now - began_at
 
     def moved(self, size_bytes: int) -> None:
-        """Record that bytes were transferred. May be called during a step."""
+        """Record that bytes were transferred. This method may be called during a step."""
         self._total_bytes += size_bytes
         self._moved_bytes += size_bytes
         if self._moved_bytes >= LEAST_PROGRESS_BYTES:
@@ -606,10 +607,10 @@ class LeastRate:
     """Enforces a minimum transfer rate for the streams of a storage service while puts wait for capacity.
 
     A stream occupies the memory that it reads or fills, so a slow stream delays waiting puts. All streams may share the
-    same network, so each of n streams must reach only 1/n of the rate. Use it from a single event loop.
+    same network, so each of n streams only needs to reach 1/n of the rate. Use this class from a single event loop.
 
     Args:
-        bytes_per_second: minimum rate of all streams combined. 0 for no minimum.
+        bytes_per_second: minimum rate of all streams combined, or 0 for no minimum.
     """
 
     def __init__(self, bytes_per_second: int) -> None:
@@ -618,7 +619,7 @@ class LeastRate:
 
     @contextlib.contextmanager
     def watching(self, progress: Progress) -> Iterator[None]:
-        """Apply the minimum rate to a stream during the `with` block."""
+        """Apply the minimum rate to a stream for the duration of the `with` block."""
         self._streams.add(progress)
         try:
             yield
@@ -626,7 +627,7 @@ class LeastRate:
             self._streams.discard(progress)
 
     def enforce(self) -> None:
-        """End streams that are slower than their minimum rate. Call this method every second while puts wait."""
+        """End streams slower than the minimum rate. Call this method every second while puts are waiting."""
         for progress in self._streams:
             progress.end_if_slower(self._bytes_per_second / len(self._streams))
 
@@ -634,15 +635,15 @@ class LeastRate:
 class received(AsyncIterator[Part]):  # noqa: N801  (used like a function)
     """Iterates over the messages of a stream as they arrive.
 
-    Unlike a generator, it does not keep the last message in memory.
+    Unlike a generator, this iterator does not keep the last message in memory.
 
     Args:
         parts: messages of the stream.
-        progress: limits the time spent waiting for messages.
-        size: returns the size of a message in bytes.
+        progress: stall timer that limits the time spent waiting for messages.
+        size: function that returns the size of a message in bytes.
 
     Raises:
-        DeadlineError: messages arrive too slowly.
+        DeadlineError: the messages arrive too slowly.
     """
 
     def __init__(self, parts: AsyncIterator[Part], progress: Progress, size: Callable[[Part], int]) -> None:

@@ -1,10 +1,11 @@
-"""The table of gRPC methods, and the interface for middleware.
+"""The table of gRPC methods and the interface for middleware.
 
 In the protos, the option `rule` describes each method (protos/tq_service/v1/method_rule.proto). This module reads the
-rules from the descriptors. It also defines rules for gRPC's standard services, whose protos lack the option.
+rules from the descriptors. The module also defines rules for gRPC's standard services, whose protos do not have this
+option.
 
-A handler is a coroutine function, regardless of the kind of method. It receives the request (or an iterator over the
-requests) and the context. It returns the response, or writes a stream of responses to the context.
+Handlers of all kinds of methods are coroutine functions. A handler receives the request (or an iterator over the
+requests) and the context. The handler either returns the response or writes a stream of responses to the context.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ Behavior: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 shown_partitions: Final[ContextVar[Callable[[str], bool]]] = ContextVar(
     "shown_partitions", default=lambda _partition_id: True
 )
-"""Function that returns whether the current caller may see a partition. Lists omit hidden partitions."""
+"""Function that returns whether the current caller may see a partition. Hidden partitions are omitted from lists."""
 
 token_name: Final[ContextVar[str]] = ContextVar("token_name", default="")
-"""Name of the current call's token, or "" if the call has no token."""
+"""Name of the token used in the current call, or "" if the call has no token."""
 
 
 def _nothing(_request: Any) -> Sequence[Any]:
@@ -48,21 +49,21 @@ def _nothing(_request: Any) -> Sequence[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A gRPC method, with the rules that middleware applies to its calls.
+    """A gRPC method and the rules that middleware applies to its calls.
 
     Attributes:
         name: full name, such as "/tq_service.v1.ControllerService/Insert".
-        roles: roles that may call the method, in addition to role admin. If empty, all calls are refused.
+        roles: roles that may call the method, in addition to the admin role. If empty, all calls are rejected.
         is_open: whether everyone may call the method without a token (health probes).
         has_request_stream: whether requests are streamed.
         has_response_stream: whether responses are streamed.
-        partitions: returns the partitions named in a request, or in the first message of a stream.
-        put_ids: returns the ids of puts in a request. Access to their partitions is also checked. None if requests
-            contain no put ids.
-        concerns_all: whether calls concern all partitions and therefore require a token for all partitions.
+        partitions: function that returns the partitions named in a request or in the first message of a stream.
+        put_ids: function that returns the ids of puts in a request, or None if requests contain no put ids. Access to
+            the puts' partitions is also checked.
+        concerns_all: whether calls affect all partitions and therefore require a token for all partitions.
         is_audited: whether each allowed call is written to the audit log.
         waits: whether calls may wait for samples or capacity.
-        fills_disk: whether calls are refused while the disk is nearly full.
+        fills_disk: whether calls are rejected while the disk is nearly full.
         is_answer_durable: whether responses contain only state that is already durable.
         is_batched: whether the method may be called in a CallMany stream.
     """
@@ -83,7 +84,7 @@ class Method:
 
     @property
     def short_name(self) -> str:
-        """Name of the method without its service."""
+        """Name of the method without the service name."""
         return self.name.rpartition("/")[2]
 
     @property
@@ -93,21 +94,21 @@ class Method:
 
     @property
     def allowed_roles(self) -> frozenset[Role]:
-        """All roles that may call the method, including role admin for methods that are not internal."""
+        """All roles that may call the method, including the admin role for methods that are not internal."""
         return self.roles | {"admin"} if self.roles and not self.is_internal else self.roles
 
 
 def method_of(described: MethodDescriptor) -> Method:
-    """Create a method from its proto descriptor. If the rule is incomplete, all calls to the method are refused.
+    """Create a method from its proto descriptor. If its rule is incomplete, all calls to the method are rejected.
 
     Raises:
-        ValueError: the rule contains a role that tokens cannot have, or a field that does not exist in the request.
+        ValueError: the rule names a role that tokens cannot have, or a field that does not exist in the request.
     """
     options: Any = described.GetOptions()
     rule: MethodRule = options.Extensions[method_rule_pb2.rule]
     roles: Any = [method_rule_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in rule.roles]
     if unknown := set(roles) - set(ROLES):
-        raise ValueError(f"the protos name the roles {unknown}, which tokens cannot have; expected some of {ROLES}")
+        raise ValueError(f"the protos name the roles {unknown}, which tokens cannot have; expected roles from {ROLES}")
     is_complete = bool(rule.partitions != PARTITIONS_UNSPECIFIED or rule.partition_fields or rule.put_ids_field)
     names = [_reader(path, described.input_type, FieldDescriptor.TYPE_STRING) for path in rule.partition_fields]
     put_ids = None
@@ -144,11 +145,11 @@ def method_of(described: MethodDescriptor) -> Method:
 def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
     """Return a function that reads the value at a path in a message.
 
-    The function returns None if a message on the path is absent, or if its argument has an unexpected type. If a
-    message on the path is repeated, the function returns a list of the values in all elements.
+    The function returns None if a message on the path is absent or if its argument has an unexpected type. If a message
+    on the path is repeated, the function returns a list of the values in all elements.
 
-    A stream decoder, such as the decoders in wire/columns.py, may return a submessage instead of the entire message. In
-    this case, the function reads the value from the submessage.
+    A stream decoder, such as those in wire/columns.py, may return a submessage instead of the entire message. In that
+    case, the function reads the value from the submessage.
 
     Raises:
         ValueError: the field does not exist.
@@ -158,14 +159,14 @@ def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
     for depth, name in enumerate(parents):
         parent = message.fields_by_name.get(name)
         if parent is None or parent.message_type is None:
-            raise ValueError(f"{message.full_name} does not have a message {name!r}; correct {path!r} in its rule")
+            raise ValueError(f"{message.full_name} has no message field {name!r}; correct {path!r} in its rule")
         message = parent.message_type
         is_repeated |= parent.default_value == []
         if depth == 0:
             ways[GetMessageClass(message)] = parents[1:]
     value = message.fields_by_name.get(last)
     if value is None or value.type != kind:
-        raise ValueError(f"{message.full_name} does not have a suitable field {last!r}; correct {path!r} in its rule")
+        raise ValueError(f"{message.full_name} has no suitable field {last!r}; correct {path!r} in its rule")
 
     if is_repeated:
         return lambda request: list(_values(request, parents, last))
@@ -184,7 +185,7 @@ def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
 
 
 def _values(message: Any, parents: Sequence[str], last: str) -> Iterator[Any]:
-    """Yield the values of a field in all messages at a path. Messages on the path may be repeated or absent."""
+    """Yield the values of a field in all messages at a path. The messages on the path may be repeated or absent."""
     if not parents:
         yield getattr(message, last)
         return
@@ -229,11 +230,11 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType(
 
 
 class Refusal(NamedTuple):
-    """A reason to refuse calls.
+    """A reason for rejecting calls.
 
     Attributes:
-        make_error: creates the error for a refused call.
-        reason: reason shown in the audit log, or "" if refusals are not audited.
+        make_error: function that creates the error for a rejected call.
+        reason: reason shown in the audit log, or "" if rejections are not audited.
     """
 
     make_error: Callable[[], TqError]
@@ -242,13 +243,14 @@ class Refusal(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Caller:
-    """A caller identified by call metadata. All calls with equal credentials share a `Caller`.
+    """A caller identified by call metadata. All calls with the same credentials share a `Caller`.
 
     Attributes:
         name: name of the caller's token, or "" if unknown.
-        token: token with the caller's permissions. None if the caller may make all calls except internal calls.
-        refusal: reason to refuse all calls by this caller before their requests are read. None if calls are accepted.
-        handlers: handlers for the caller's calls by method name, created on first use.
+        token: token with the caller's permissions, or None if the caller may make all calls except internal ones.
+        refusal: reason for rejecting all calls by this caller before their requests are read, or None if calls are
+            accepted.
+        handlers: handlers for the caller's calls, by method name. Handlers are created on first use.
     """
 
     name: str = ""
@@ -258,12 +260,12 @@ class Caller:
 
 
 class Middleware:
-    """Base class of middleware. Subclasses override one or both methods. Use it from a single event loop."""
+    """Base class of middleware. Subclasses override one or both methods. Use middleware from a single event loop."""
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
         """Identify the caller from a call's metadata. Return None to let other middleware decide.
 
-        This method runs for each call, before the request is read. A refused call passes only through this middleware
+        This method runs for each call, before the request is read. A rejected call passes only through this middleware
         and the outer middleware, which must not read the request.
         """
         return None
@@ -272,23 +274,23 @@ class Middleware:
         """Wrap the inner handler `behavior` for a caller's calls to a method.
 
         This method runs once per method and caller, so middleware that does not apply to a method adds no cost to calls
-        of the method.
+        to that method.
         """
         return behavior
 
 
 class EndableCalls:
-    """Tracks running calls so that other code can end them with an error. Use it from a single event loop."""
+    """Tracks running calls so that other code can end them with an error. Use this class from a single event loop."""
 
     def __init__(self) -> None:
         self._owners: dict[asyncio.Task[Any], Any] = {}
         self._errors: dict[asyncio.Task[Any], TqError] = {}  # errors of ended calls
 
     def end(self, error_of: Callable[[Any], TqError | None]) -> None:
-        """End calls with an error. Changes made by these calls may still take effect.
+        """End calls with an error. Changes that these calls made may still take effect.
 
         Args:
-            error_of: returns the error for the calls of an owner, or None to let these calls continue.
+            error_of: function that returns the error for an owner's calls, or None to let these calls continue.
         """
         for task, owner in self._owners.items():
             if task not in self._errors and (error := error_of(owner)) is not None:

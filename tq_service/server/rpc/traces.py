@@ -1,4 +1,4 @@
-"""Creates an OpenTelemetry span for each call, as a child of the client's span. Requires the extra `traces`."""
+"""Creates an OpenTelemetry span for each call, as a child of the client's span. Requires the `traces` extra."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CallSpans(Middleware):
         self._fields = frozenset(propagate.get_global_textmap().fields)
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Wrap a handler to create a span for each call. Handlers of health probes are returned unchanged."""
+        """Wrap a handler to create a span for each call. Handlers for health probes are returned unchanged."""
         if method.is_open:
             return behavior
         service, _, name = method.name.lstrip("/").rpartition("/")

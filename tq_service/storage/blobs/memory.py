@@ -1,4 +1,4 @@
-"""The blob store interface, and blob stores in memory. A blob contains the bytes of one put.
+"""The blob store interface, and in-memory blob stores. A blob contains the bytes of one put.
 
 The index allocates a blob, writes it from start to end, pins it during reads, and releases it once. The store frees
 the bytes when the blob has been released and is no longer pinned. To add a kind of store, implement `BlobStore` in a
@@ -37,7 +37,7 @@ PIECE_BYTES: Final = 1 << 20
 """Number of text bytes that are validated in a single step. A step blocks all other threads for at most 2 ms."""
 
 UNMAPPED_IN_BACKGROUND_FROM_BYTES: Final = 8 << 20
-"""Minimum size in bytes of mappings that are unmapped in a thread. The system takes at least 20 ms to free a GiB."""
+"""Minimum size in bytes of mappings that are unmapped in a thread. Freeing 1 GiB takes at least 20 ms."""
 
 BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-close")
 _TEMPORARY: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
@@ -89,7 +89,7 @@ class SharedMemory:
         """End a lease. `is_released` is true if the client no longer uses the memory."""
 
     def remove(self) -> None:
-        """Close and unmap the memory. The system frees it when no process maps it anymore."""
+        """Close and unmap the memory. The system frees the memory once no process maps it."""
         unmap(self.memory)
         fd, self.fd = self.fd, NO_FD
         if fd != NO_FD:
@@ -101,24 +101,24 @@ class SharedMemory:
 
 
 class Blob:
-    """The bytes of a put, managed by a blob store. Confined to the event loop.
+    """The bytes of a put, managed by a blob store. Blobs are confined to the event loop.
 
     Args:
         store: store that allocates the blob.
         size: allocated size in bytes.
-        memory: memory of at least `size` bytes that contains the blob. Empty if the blob is not local.
+        memory: memory of at least `size` bytes that contains the blob. The memory is empty if the blob is not local.
         backing: object that is returned to the store's pool when the blob is freed, if any.
 
     Attributes:
         is_local: whether the bytes are in this process's memory.
-        number: identifier of the blob after a restart. 0 if the blob does not outlive the process.
-        checksum: XXH3 checksum of all bytes written and filled so far. 0 if the blob has no number.
+        number: identifier that stays valid after a restart, or 0 if the blob does not outlive the process.
+        checksum: XXH3 checksum of all bytes written and filled so far, or 0 if the blob has no number.
         store, size, memory, backing: the constructor's arguments.
-        charge: number of bytes of the quota that the blob uses until it is freed. The owner of the blob may change it.
+        charge: number of quota bytes that the blob occupies until it is freed. The blob's owner may change this number.
         is_damaged: whether the backing must not be reused.
         shared: memory that clients on this host can map, or None if they cannot map the blob.
-        tables: tables of the put. None if a local blob begins with the tables, or if a recovered blob has not been
-            read.
+        tables: tables of the put. The value is None if a local blob begins with the tables, or if a recovered blob has
+            not been read.
         copy: copy of the blob that outlives the process and is freed together with the blob.
     """
 
@@ -151,11 +151,11 @@ class Blob:
         self._pin_count = 0
 
     def view(self) -> memoryview:
-        """Return the blob's bytes, which are writable while the put is being received. Valid only if `is_local`."""
+        """Return the blob's bytes, which are writable while the put is being received. Requires `is_local`."""
         return memoryview(self.memory)[: self.size]
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Fill `target` with the blob's bytes starting at `start`. Safe in any thread while the blob is pinned.
+        """Fill `target` with the blob's bytes starting at `start`. Safe to call in any thread while the blob is pinned.
 
         Raises:
             OSError: the bytes cannot be read.
@@ -168,7 +168,7 @@ class Blob:
             self.read_into(target, start)
 
     def write_from(self, data: Buffer, start: int) -> None:
-        """Copy `data` into the blob, starting at `start`. Safe in any thread while the blob is pinned.
+        """Copy `data` into the blob, starting at `start`. Safe to call in any thread while the blob is pinned.
 
         Raises:
             OSError: the bytes cannot be written.
@@ -181,7 +181,7 @@ class Blob:
         Args:
             start: start of the range.
             end: end of the range.
-            receive: fills memory with the next bytes of the range. It may raise any error.
+            receive: function that fills a buffer with the next bytes of the range. The function may raise any error.
 
         Raises:
             UnavailableError, DiskFullError: the bytes cannot be written, and the put is aborted.
@@ -189,7 +189,7 @@ class Blob:
         receive(self.view()[start:end])
 
     def read_back(self, start: int) -> Iterator[tuple[int, memoryview]]:
-        """Read back all filled bytes from `start` in a thread, and add them to the checksum, if any.
+        """Read back all filled bytes from `start` onward in a thread, and add them to the checksum, if any.
 
         Yields:
             The start and the bytes of each chunk, in order.
@@ -215,7 +215,7 @@ class Blob:
         self._pin_count += 1
 
     def unpin(self) -> None:
-        """Undo one call of `pin`."""
+        """Undo one call to `pin`."""
         self._pin_count -= 1
         if self._is_released and not self._pin_count:
             self.store.free(self)
@@ -233,10 +233,10 @@ class Blob:
 
 
 class BlobStore(ABC):
-    """A store for the bytes of puts. Confined to one event loop.
+    """A store for the bytes of puts. Each store is confined to one event loop.
 
     Attributes:
-        on_freed: called with the charge of each freed blob.
+        on_freed: function called with the charge of each freed blob.
         pooled_bytes: number of bytes kept for reuse.
     """
 
@@ -264,7 +264,7 @@ class BlobStore(ABC):
         blob.write_from(data, start)
 
     async def flush(self, blob: Blob) -> None:  # noqa: B027  (most stores are in memory)
-        """Wait until all bytes of a blob would survive a crash of the process. Do nothing unless `is_durable`.
+        """Wait until all bytes of a blob would survive a process crash. Do nothing unless `is_durable`.
 
         Raises:
             OSError: the blob cannot be written.
@@ -272,13 +272,13 @@ class BlobStore(ABC):
 
     @abstractmethod
     def free(self, blob: Blob) -> None:
-        """Free a blob that is no longer read, either now or soon, and call `on_freed`. Called only by the blob."""
+        """Free a blob that is no longer being read, now or soon, and call `on_freed`. Only the blob calls this."""
 
     def trim(self, elapsed_seconds: float) -> None:  # noqa: B027  (most stores have nothing to trim)
         """Free some pooled bytes that were not needed during the elapsed time."""
 
     async def close(self) -> None:  # noqa: B027  (most stores have nothing to close)
-        """Release the store's own resources, such as threads and connections. Its blobs can still be released."""
+        """Release the store's own resources, such as threads and connections. Existing blobs can still be released."""
 
 
 def is_temporary(error: OSError) -> bool:
@@ -299,8 +299,8 @@ async def in_thread(
         executor: executor that provides the thread. Defaults to the event loop's default executor.
         work: function to run.
         args: arguments of the function.
-        pinned: blobs used by the function. They stay pinned until the function returns.
-        then: called on the event loop with the result, even if the caller no longer waits.
+        pinned: blobs used by the function. The blobs stay pinned until the function returns.
+        then: function called on the event loop with the result, even if the caller is no longer waiting.
     """
 
     def end(done: asyncio.Future[T]) -> None:
@@ -333,10 +333,10 @@ RemovableT = TypeVar("RemovableT", bound=Removable)
 
 
 class PooledStore(BlobStore, Generic[BackingT]):
-    """A store that recycles the backings of its blobs by size class.
+    """A store that recycles blob backings by size class.
 
-    The sum of used and pooled bytes never exceeds the high-water mark of used bytes. Each `trim` lowers the mark, so
-    unused memory or disk space is released over time.
+    The sum of used and pooled bytes never exceeds the high-water mark of used bytes. Each call to `trim` lowers the
+    mark, so unused memory or disk space is released over time.
 
     Attributes:
         used_bytes: total capacity of the backings in use.
@@ -353,7 +353,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
 
     @abstractmethod
     def _wrap(self, backing: BackingT, size: int) -> Blob:
-        """Return a blob that uses a backing. On failure, drop the backing."""
+        """Return a blob that uses the given backing. On failure, drop the backing."""
 
     @abstractmethod
     def _drop(self, backing: BackingT) -> None:
@@ -407,7 +407,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         self.on_freed(blob.charge)
 
     def trim(self, elapsed_seconds: float) -> None:
-        """Lower the high-water mark towards the used bytes, and drop pooled backings that exceed it."""
+        """Lower the high-water mark toward the number of used bytes, and drop pooled backings that exceed the mark."""
         kept = (self._high_water_bytes - self.used_bytes) * 0.5 ** (elapsed_seconds / _HALF_LIFE_SECONDS)
         self._high_water_bytes = self.used_bytes + int(kept)
         self._shrink()
@@ -425,7 +425,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
 
 
 class ThreadedStore(PooledStore[RemovableT]):
-    """A pooled store that creates backings in threads, because creating a backing takes a long time."""
+    """A pooled store that creates backings in threads, because creating a backing is slow."""
 
     _executor: ThreadPoolExecutor
 
@@ -489,7 +489,7 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
 
 
 def size_class(size: int) -> int:
-    """Return the backing capacity for `size` bytes. It is at most an eighth larger, and is rounded up to pages."""
+    """Return the backing capacity for `size` bytes. The capacity is at most an eighth larger, rounded up to pages."""
     step = 1 << max((size - 1).bit_length() - _CLASSES_PER_DOUBLING.bit_length(), 12)
     return -(-size // step) * step
 
@@ -503,7 +503,7 @@ def unmap(memory: mmap.mmap) -> None:
 def no_memory(size: int, error: BaseException) -> QuotaExceededError:
     """Return the error for a put that needs more memory than the system has."""
     return QuotaExceededError(
-        f"the machine lacks memory for {size} bytes ({error}); lower max_bytes below the available memory",
+        f"there is not enough memory for {size} bytes ({error}). Set max_bytes below the available memory.",
         retry_after_seconds=RETRY_AFTER_SECONDS,
         metadata={"limit_name": "memory", "got": str(size)},
     )

@@ -2,8 +2,8 @@
 
 A file is created with its full capacity allocated. If the disk is full, only puts that need a new file fail. Threads
 read and write the files, which are never mapped. An unreadable page or a truncated file therefore fails only a single
-read, whereas with a mapping it would kill the process (SIGBUS). The tables of puts are also kept in memory. File names
-are numbers assigned by this service, never text chosen by a client.
+read, whereas it would kill the process (SIGBUS) if the file were mapped. The tables of puts are also kept in memory.
+File names are numbers assigned by this service, never text chosen by a client.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tq_service.wire.shared_memory import read_into
 
 _THREAD_COUNT: Final = 2
 MIN_FREE_BYTES: Final = 256 << 20
-"""Minimum free disk space in bytes. The reserve allows freed puts to be recorded on a full disk."""
+"""Minimum free disk space in bytes. The reserve allows freed puts to be recorded even when the disk is full."""
 
 _READ_BYTES: Final = 4 << 20
 _COPY_BYTES: Final = 1 << 20
@@ -182,7 +182,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
     files, so the event loop never waits for the disk.
 
     Args:
-        directory: directory of the files. It is created if it does not exist.
+        directory: directory that contains the files. The directory is created if it does not exist.
         sync: whether a flush waits for the disk. Otherwise, the operating system may still buffer flushed blobs.
         min_free_bytes: free disk space that must remain, in bytes.
     """
@@ -221,7 +221,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
         return not is_temporary(error)
 
     def _make(self, capacity: int) -> Segment:
-        """Create a file of `capacity` bytes. Safe in any thread.
+        """Create a file of `capacity` bytes. Safe to call in any thread.
 
         Raises:
             OSError: the disk is full.
@@ -265,7 +265,8 @@ class SegmentBlobs(ThreadedStore[Segment]):
         if free_bytes - size < self._min_free_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"the disk of {self._directory} has {free_bytes} bytes free; {self._min_free_bytes} must stay free",
+                f"the disk that holds {self._directory} has {free_bytes} bytes free; at least "
+                f"{self._min_free_bytes} must stay free",
             )
 
     # Durability
@@ -302,7 +303,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
     async def take_files(self, paths: Sequence[Path]) -> None:
         """Move files of a recording into the store's directory, where they can be reused for other puts.
 
-        A file is left in place if it has another link, was truncated, or is on a different file system.
+        A file is left in place if it has another hard link, was truncated, or is on a different file system.
         """
         for segment in await in_thread(self._executor, self._taken, paths):
             self.recycle(segment, segment.capacity)  # the next put or `trim` drops excess files
@@ -377,7 +378,7 @@ def _copy(target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -
 
 
 def _look_at(blob: SegmentBlob, tables_bytes: int) -> tuple[int, bytearray]:
-    """Return the checksum of a blob, and the tables at its start."""
+    """Return the checksum of a blob, and the tables at the start of the blob."""
     checksum, tables = blob.backing.checksum(blob.size), bytearray(tables_bytes)
     blob.read_into(memoryview(tables), 0)
     return checksum, tables

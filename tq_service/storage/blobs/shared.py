@@ -1,14 +1,14 @@
 """Blobs in memory that clients on this host map: regions created by the service, and memfds sealed by clients.
 
 A reused region is fast, because its pages and the page tables of the processes that map it already exist. A region is
-reused only if no process may still read or write its bytes. Session leases ensure this:
+reused only if no process may still read or write its bytes. Session leases enforce this rule:
 
     blob allocated -> region in use -> blob freed, no lease left ---------------------------------> pooled -> used again
                                     -> blob freed, leased -> last lease released ------------------> pooled, or dropped
                                                           -> memory needed -> abandoned, then dropped
 
-If a session ends without releasing its leases, a process may still map the leased regions. These regions are dropped
-instead of being reused.
+If a session ends without releasing its leases, a process may still have the leased regions mapped. Such regions are
+dropped rather than reused.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SharedStore(BlobStore):
 
     @property
     def fd_count(self) -> int:
-        """Number of open file descriptors of the store."""
+        """Number of file descriptors that the store has open."""
         return self.blob_count
 
 
@@ -76,17 +76,18 @@ class SharedStore(BlobStore):
 
 
 class Region(SharedMemory):
-    """A memfd created by this service. Clients that run as the same user write to it.
+    """A memfd created by this service. Clients that run as the same user write to the memfd.
 
     Args:
         number: identifier of the region, which this process never reuses.
         capacity: size in bytes, a multiple of the page size.
-        on_unleased: called when the last lease of the region has ended.
+        on_unleased: function called when the region's last lease has ended.
 
     Attributes:
         capacity: size in bytes.
         lease_count: number of leases held by sessions.
-        is_fit: whether the region may be reused. False once a session has ended without releasing its lease.
+        is_fit: whether the region may be reused. The value becomes False when a session ends without releasing its
+            lease.
         pooled_at: time at which the region was last pooled, in seconds on the store's clock.
 
     Raises:
@@ -133,12 +134,12 @@ class Region(SharedMemory):
 class RegionBlobs(ThreadedStore[Region], SharedStore):
     """A store of blobs in regions.
 
-    If a blob is freed while its region is leased, the region counts as used until its leases have ended. If used bytes
-    exceed `max_bytes` before that, such regions are abandoned, in the order in which their blobs were freed. The memory
-    of an abandoned region no longer counts as used.
+    If a blob is freed while its region is leased, the region counts as used until its leases have ended. If the used
+    bytes exceed `max_bytes` before the leases have ended, such regions are abandoned in the order in which their blobs
+    were freed. The memory of an abandoned region no longer counts as used.
 
     Args:
-        max_bytes: number of used bytes above which regions are abandoned, or None if unlimited.
+        max_bytes: number of used bytes above which regions are abandoned, or None for no limit.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -177,7 +178,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         return self._wrap(backing, size)
 
     def _recycled(self, capacity: int) -> Region | None:
-        """Return the smallest pooled region with at least this capacity, or None. Ignores much larger regions."""
+        """Return the smallest pooled region with at least this capacity, or None. Much larger regions are ignored."""
         fitting = (each for each in self._pool if capacity <= each <= capacity * _MOST_SLACK)
         return super()._recycled(min(fitting, default=capacity))
 
@@ -242,7 +243,7 @@ class MemfdBlob(SharedBlob):
     __slots__ = ()
 
     def map_fd(self, fd: int) -> None:
-        """Map the memory of a file descriptor. Takes ownership of the descriptor, even on failure.
+        """Map the memory of a file descriptor. Take ownership of the descriptor, even on failure.
 
         Raises:
             InvalidArgumentError: the descriptor is not sealed memory of the declared size.

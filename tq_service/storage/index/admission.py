@@ -18,22 +18,24 @@ _SPARE_SHARE: Final = 16  # each spill frees an extra sixteenth of the memory li
 class Admission:
     """Tracks stored and reserved bytes, and queues puts that wait for capacity.
 
-    A put that fits is admitted ahead of earlier puts that do not fit. It may complete a group, which a trainer can then
-    consume and clear. Admission alternates between tokens, and between the partitions of each token, so a token or
-    partition with many puts does not delay other producers. `AdmissionTurn` prevents starvation of large puts.
+    A put that fits is admitted ahead of earlier puts that do not fit. The admitted put may complete a group, which a
+    trainer can then consume and clear. Admission alternates between tokens, and between the partitions of each token,
+    so a token or partition with many puts does not delay other producers. `AdmissionTurn` prevents starvation of large
+    puts.
 
     Puts of new rows cannot use a reserved share of the quota, so a full store can still accept columns for existing
-    rows and drain. If puts of both kinds fit, columns for existing rows are admitted first. Confined to one event loop.
+    rows and drain. If puts of both kinds fit, columns for existing rows are admitted first. Each instance is confined
+    to one event loop.
 
     Args:
         max_bytes: quota in bytes, or None if unlimited.
         reserve_share: share of the quota that is reserved for columns of existing rows.
         clock: time source for deadlines.
-        on_shortage: called when the first waiting put does not fit. The callback may `release` bytes.
+        on_shortage: function called when the first waiting put does not fit. The callback may `release` bytes.
         memory_bytes: maximum number of bytes in memory, within the quota. None allows the full quota.
 
     Attributes:
-        spilled_bytes: number of bytes that count towards the quota but are stored only in a mirror.
+        spilled_bytes: number of bytes that count toward the quota but are stored only in a mirror.
     """
 
     def __init__(
@@ -74,19 +76,19 @@ class Admission:
             size: number of bytes to reserve.
             producer: the token and the partition of the put.
             for_existing_rows: whether the put contains columns for existing rows.
-            deadline: when to stop waiting, on the clock passed to the constructor. None waits without a limit.
+            deadline: when to stop waiting, on the clock passed to the constructor. None means no deadline.
 
         Raises:
-            QuotaExceededError: the put is larger than the quota, or no capacity became available by the deadline. Only
-                the error after a wait has `retry_after_seconds`.
+            QuotaExceededError: the put is larger than the quota, or no capacity became available by the deadline.
+                `retry_after_seconds` is set only if the call waited.
             UnavailableError: there is not enough capacity, and the service is draining.
         """
         limit = self.max_bytes if for_existing_rows else self._new_rows_limit
         if limit is not None and size > limit:
             kind = "columns for existing rows" if for_existing_rows else "new rows"
             raise QuotaExceededError(
-                f"a put of {size} bytes is larger than the {limit} bytes that {kind} may ever use; split the put, or "
-                "raise max_bytes",
+                f"a put of {size} bytes exceeds the limit of {limit} bytes for {kind}. Split the put, or raise "
+                "max_bytes.",
                 metadata={"limit_name": "max_bytes", "got": str(size), "limit": str(limit)},
             )
         if not self._waiting and (limit is None or self.used_bytes + size <= limit):
@@ -104,7 +106,7 @@ class Admission:
         waiter.granted.result()
 
     def drain(self) -> None:
-        """End all waits with an error, and do not accept new waits, because the service is about to stop."""
+        """End all waits with an error, and reject new waits, because the service is about to stop."""
         self._is_draining = True
         self._end_waits()
 
@@ -113,7 +115,7 @@ class Admission:
             self._leave(waiter)
             if not waiter.granted.done():
                 waiter.granted.set_exception(
-                    UnavailableError("no capacity is left, and the service is draining; retry when it is back")
+                    UnavailableError("no capacity is left, and the service is draining. Retry when it is back.")
                 )
         self._set_timer()
 
@@ -185,7 +187,7 @@ class Admission:
         return self._first is None or self._lacking(self._first) <= 0
 
     def _lacking(self, waiter: _Waiter) -> int:
-        """Return how many more bytes must be free to admit a waiting put. The put fits if the result is at most 0."""
+        """Return how many more bytes must be freed to admit a waiting put. The put fits if the result is at most 0."""
         return 0 if waiter.limit is None else self.used_bytes + waiter.size - waiter.limit
 
     def _waiters(self) -> Iterator[_Waiter]:
@@ -233,7 +235,7 @@ class Admission:
                 raise
             raise QuotaExceededError(
                 f"no capacity for {waiter.size} bytes by the deadline: {self.used_bytes} of {self.max_bytes} bytes "
-                f"are used{in_front}; clear consumed samples, or raise max_bytes",
+                f"are in use{in_front}. Clear consumed samples, or raise max_bytes.",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
                 metadata={
                     "limit_name": "max_bytes",
@@ -261,7 +263,7 @@ def _alternating(sources: Iterable[Iterable[_Waiter]]) -> Iterator[_Waiter]:
 
 
 class _Waiter:
-    """A put that waits for capacity."""
+    """A put that is waiting for capacity."""
 
     __slots__ = ("for_existing_rows", "granted", "limit", "partition_id", "since", "size", "token")
 

@@ -1,4 +1,4 @@
-"""A single put, while it is received and after it is stored: its columns, live cells, and the location of its bytes.
+"""A single put, while being received and once stored: its columns, live cells, and the location of its bytes.
 
 The int64 tables that divide jagged and object columns into rows (offsets and extents) are stored in the index. The
 values are stored separately in a single blob, column by column, as received. A blob that outlives the process begins
@@ -80,7 +80,7 @@ class RowSet:
     Attributes:
         rows: indices of the stored rows in ascending order, or None for all rows of the put.
         stored_count: number of stored rows.
-        live: whether each stored row is live, of shape `(stored_count,)`. None if all rows are live.
+        live: mask of the stored rows that are live, of shape `(stored_count,)`, or None if all rows are live.
         live_count: number of live rows.
     """
 
@@ -154,7 +154,7 @@ def _ascending(positions: NDArray[np.intp], bound: int) -> NDArray[np.intp]:
 
 
 class StoredColumn:
-    """A stored column. `table_at` and `values_at` are the positions of its table and of its values in the put."""
+    """A stored column. `table_at` and `values_at` are the positions of its table and values in the put."""
 
     __slots__ = ("row_set", "spec", "table_at", "value_bytes", "values_at")
 
@@ -165,16 +165,16 @@ class StoredColumn:
         self.table_at = self.values_at = 0  # set by the put
 
     def table(self, tables: Tables) -> Rows:
-        """Return the offsets followed by the extents of each row, as one array. Not for dense columns."""
+        """Return the offsets followed by the extents of each row, as one array. Not applicable to dense columns."""
         stored = self.row_set.stored_count
         return np.frombuffer(tables, np.int64, stored + 1 + stored * extent_count(self.spec), self.table_at)
 
     def offsets(self, tables: Tables) -> Rows:
-        """Return the start of each row and the end of the last row, shape `(stored + 1,)`. Not for dense columns."""
+        """Return the row starts and the end of the last row, shape `(stored + 1,)`. Not applicable to dense columns."""
         return self.table(tables)[: self.row_set.stored_count + 1]
 
     def extents(self, tables: Tables) -> Rows:
-        """Return the extents of the stored rows, shape `(stored, extents per row)`. Not for dense columns."""
+        """Return the extents of stored rows, shape `(stored, extents per row)`. Not applicable to dense columns."""
         stored = self.row_set.stored_count
         return self.table(tables)[stored + 1 :].reshape(stored, extent_count(self.spec))
 
@@ -203,7 +203,8 @@ class StoredPut:
     Attributes:
         values: blob that contains the values, set when the put is placed.
         tables_bytes: size of the tables in bytes.
-        columns: the columns by name, or None for freed columns. Similar puts without freed cells share this dict.
+        columns: columns by name, with None as the value of a freed column. Similar puts without freed cells share this
+            dict.
         row_count: original number of rows.
         partition_id: partition of the put.
         live_bytes: size of the live cells in bytes, including their share of the tables.
@@ -258,7 +259,7 @@ class StoredPut:
     def place(self, values: Blob, *, is_recovered: bool = False) -> None:
         """Place the put in a blob of `blob_bytes` bytes, whose `charge` must equal the put's charge.
 
-        Fill the tables next, unless the put is recovered. The blob of a recovered put already contains them.
+        Next, fill the tables unless the put is recovered. The blob of a recovered put already contains its tables.
         """
         self._own_columns()
         self.values = values
@@ -276,7 +277,7 @@ class StoredPut:
         self._has_shared_columns = True
 
     def take_shared(self, values: Blob) -> None:
-        """Place the put in a blob. Its columns must already be laid out and shared with other puts."""
+        """Place the put in a blob. The put's columns must already be laid out and shared with other puts."""
         self.values = values
         self.live_bytes = values.charge
         self._has_shared_columns = True
@@ -357,7 +358,7 @@ class StoredPut:
         return [column for column in self.columns.values() if column is not None]
 
     def shapes(self) -> list[ColumnShape]:
-        """Return the original shapes of the columns. Valid only if no cells have been freed."""
+        """Return the original shapes of the columns. Call this only if no cells have been freed."""
         return [
             ColumnShape(
                 spec=column.spec,
@@ -372,7 +373,7 @@ class StoredPut:
         """Return a column by name.
 
         Raises:
-            FieldNotFoundError: the put never had the column.
+            FieldNotFoundError: the put has never had the column.
             PutNotFoundError: the column was freed.
         """
         column = self.columns.get(name)
@@ -439,7 +440,7 @@ class StoredPut:
         return {name: column for name, column in self.columns.items() if column and column.row_set is row_set}
 
     def _split(self, names: set[str]) -> list[RowSet]:
-        """Return the row sets used by the given columns. Row sets also used by other columns are copied first."""
+        """Return the row sets used by the given columns. Row sets that other columns also use are copied first."""
         touched = []
         for row_set in self.row_sets():
             members = self.members(row_set)
@@ -478,7 +479,7 @@ _kind: Final = lru_cache(maxsize=256)(PutKind)
 
 @dataclass(slots=True, eq=False)  # a named tuple needs 16 bytes more, and a frozen dataclass is slower to create
 class PackedPut:
-    """A compact form of a small put without freed cells, which is unpacked for each access. Saves 75 % of the memory.
+    """A compact form of a small put without freed cells, unpacked on each access. Packing saves 75 % of the memory.
 
     Attributes:
         kind: properties shared with other puts.
@@ -495,7 +496,7 @@ class PackedPut:
 
     @property
     def charge(self) -> int:
-        """Number of bytes that the put uses of the quota."""
+        """Number of quota bytes that the put uses."""
         return len(self.content) - _SIZE_BYTES * len(self.kind.specs)
 
     def parts(self) -> tuple[bytes, bytes]:
@@ -649,18 +650,18 @@ class PendingPut:
     There are three ways to provide the bytes. `write` appends bytes in order. `map_fd` provides all bytes at once.
     Threads or other processes may also write to the blob directly and then call `end_filling`.
 
-    A put is first waiting for capacity, then open, and finally done. It can be aborted in any state except done. The
-    call that reserved the put aborts it unless it is done. A newer stream for the same put aborts the older stream,
+    A put is first waiting for capacity, then open, and finally done. A put can be aborted in any state except done. The
+    call that reserved a put aborts the put unless it is done. A newer stream for the same put aborts the older stream,
     whose next call raises an error.
 
     Args:
         put_id: id of the put.
-        on_finish: called with the put when all bytes have been received.
-        on_abort: called once with the partially received put, or with None if no memory has been allocated.
+        on_finish: function called with the put when all bytes have been received.
+        on_abort: function called once with the partially received put, or with None if no memory has been allocated.
 
     Attributes:
         put_id: id of the put.
-        end_transfer: called on abort to stop transfers that are still writing to the blob.
+        end_transfer: function called on abort to stop transfers that are still writing to the blob.
     """
 
     __slots__ = (
@@ -719,7 +720,7 @@ class PendingPut:
             raise InvalidArgumentError("frames were sent for a put whose bytes are in shared memory", field="frame")
         if end > blob.size:
             raise InvalidArgumentError(
-                f"the stream has at least {end - blob.size} bytes more than its header declared", field="frame"
+                f"the stream has at least {end - blob.size} more bytes than its header declared", field="frame"
             )
         for check in self._text_checks:
             check.look_at(data, start)
@@ -732,7 +733,7 @@ class PendingPut:
         self._filled = end
 
     async def map_fd(self, fd: int) -> None:
-        """Receive all bytes at once as a file descriptor for sealed memory. Takes ownership of the descriptor.
+        """Receive all bytes at once as a file descriptor for sealed memory. Take ownership of the descriptor.
 
         Raises:
             InvalidArgumentError: the descriptor is not sealed memory of the declared size, the put does not use sealed
@@ -778,7 +779,7 @@ class PendingPut:
         stored = self.require_open()
         if self._filled < stored.values.size:
             raise InvalidArgumentError(
-                f"the stream ended {stored.values.size - self._filled} bytes before the size that its header declared",
+                f"the stream ended {stored.values.size - self._filled} bytes short of the size declared in its header",
                 field="frame",
             )
         return stored

@@ -12,7 +12,7 @@ Lifecycle of a put in its storage service:
 A controller in another process commits a put when it receives the put's receipt, and confirms the put to the storage
 service shortly afterwards. An overdue put may therefore already be committed, so the storage service asks the
 controller before dropping it. Once a controller has answered that it does not know a put, it must not commit that put.
-Two timestamps ensure this. A receipt contains the time at which it was issued, and the storage service's question
+Two timestamps enforce this rule. A receipt contains the time at which it was issued, and the storage service's query
 contains the time from which receipts are valid. If a client retries a put after half of its waiting time, the put
 starts waiting again with a new receipt. `server/puts.py` describes the controller's side and explains why no put is
 lost.
@@ -88,7 +88,7 @@ class PutState(Enum):
 
 
 class Overdue(NamedTuple):
-    """A query sent to a controller, asking which of the given overdue puts it knows.
+    """A query that asks a controller which of the given overdue puts it knows.
 
     Attributes:
         put_ids: ids of the overdue puts.
@@ -114,7 +114,7 @@ class RecoveredPut(NamedTuple):
 
     @property
     def charge(self) -> int:
-        """Number of bytes that the put uses of the quota."""
+        """Number of quota bytes that the put uses."""
         return self.values.charge
 
 
@@ -127,9 +127,9 @@ class PutTable(Mapping[bytes, StoredPut]):
     traversed in slices while puts are added and removed.
 
     Args:
-        ttl_seconds: how long a put waits for its confirmation.
+        ttl_seconds: how long a put waits for confirmation.
         clock: time source for measuring waits.
-        backing: loads recovered puts on demand.
+        backing: backing that loads recovered puts on demand.
     """
 
     def __init__(self, ttl_seconds: float, clock: Callable[[], float], backing: Backing[Any]) -> None:
@@ -145,14 +145,14 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._recovered: set[bytes] = set()
 
     def recover(self, puts: Mapping[bytes, RecoveredPut | PackedPut]) -> None:
-        """Add puts of an earlier process."""
+        """Add puts from an earlier process."""
         for put_id, put in puts.items():
             self._shard(put_id)[put_id] = put
             self._owned[put.owner] += 1
         self._recovered.update(puts)
 
     def add(self, put_id: bytes, put: StoredPut) -> None:
-        """Add a put, and start its wait for a confirmation."""
+        """Add a put, and start waiting for its confirmation."""
         self._shard(put_id)[put_id] = put
         self._owned[put.owner] += 1
         self.wait(put_id)
@@ -235,7 +235,7 @@ class PutTable(Mapping[bytes, StoredPut]):
 
     @property
     def valid_from(self) -> float:
-        """Time from which receipts are valid. This is the start of the oldest wait that is not overdue."""
+        """Time from which receipts are valid, which is the start of the oldest wait that is not overdue."""
         now = self.clock()
         overdue_until = now - self._ttl_seconds
         return next((since for since in self._waiting.values() if since > overdue_until), now)
@@ -268,7 +268,7 @@ class PutTable(Mapping[bytes, StoredPut]):
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
         """Return the owners that have been missing from `controllers` for at least a put's waiting time.
 
-        If an owner is an earlier run of a listed controller, it is returned immediately, because that run persisted no
+        An owner that is an earlier run of a listed controller is returned immediately, because that run persisted no
         state.
         """
         now = self.clock()
@@ -282,7 +282,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         ]
 
     def slices(self) -> Iterator[list[bytes]]:
-        """Yield the ids of all puts in slices. May miss puts that are added or removed during the iteration."""
+        """Yield the ids of all puts in slices. Puts added or removed during the iteration may be missed."""
         for shard in self._shards:
             yield list(shard)
 
@@ -325,12 +325,12 @@ class Residents:
         self._kept_until: dict[bytes, float] = {}  # least recently used first
 
     def add(self, put_id: bytes) -> None:
-        """Add a put that is now in memory. It may be spilled immediately."""
+        """Add a put that is now in memory. The put may be spilled immediately."""
         if self._can_spill:
             self._kept_until[put_id] = 0.0
 
     def use(self, put_ids: Iterable[bytes]) -> None:
-        """Keep puts in memory for some seconds, because they are about to be read. Puts outside memory are ignored."""
+        """Keep puts in memory for ten seconds, because they are about to be read. Puts outside memory are ignored."""
         if self._can_spill:
             for put_id in put_ids:
                 if self._kept_until.pop(put_id, None) is not None:
@@ -366,8 +366,8 @@ class Reconciliation:
         owner: controller that lists its puts.
         staying: puts that were listed, or confirmed during the comparison. All other confirmed puts are dropped at the
             end.
-        freed: puts freed during the comparison. The list may still contain them, but they are not reported as missing.
-            If a new put is stored under such an id, the list does not refer to the new put.
+        freed: puts freed during the comparison. The list may still contain freed puts, but these puts are not reported
+            as missing. If a new put is stored under the id of a freed put, the list does not refer to the new put.
         partial: puts for which only some cells were listed.
         put_id: put whose cells are being listed.
         parts: cells listed so far for the put `put_id`.
@@ -394,7 +394,7 @@ class Reconciliation:
 
 
 def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> list[PutCells]:
-    """Return the cells of a put that no part includes."""
+    """Return the cells of a put that are not included in any part."""
     kept: dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {
         name: np.zeros(put.row_count, np.bool_) for name, column in put.columns.items() if column is not None
     }
@@ -420,7 +420,7 @@ def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_
     """Check that none of the puts is damaged.
 
     Raises:
-        DataLossError: some puts are damaged. The error lists them.
+        DataLossError: some puts are damaged. The error lists the damaged puts.
     """
     lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
     if lost:
@@ -441,21 +441,23 @@ def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLo
 class Backing(Generic[SourceT]):
     """Base class for preserving an engine's puts beyond its process: `PutJournal` on disk, `Mirror` on other nodes.
 
-    The base class itself preserves nothing. Confined to the engine's event loop.
+    The base class itself preserves nothing. Instances are confined to the engine's event loop.
 
     Args:
         store: store for the bytes of puts, except puts in shared memory.
 
     Attributes:
         store: store for the bytes of puts, except puts in shared memory.
-        damaged: puts whose bytes are lost, each with a reason. Puts that have not been verified yet may be damaged too.
-        may_fetch: returns whether there is enough memory to fetch puts that no reader has requested.
+        damaged: puts whose bytes are lost, each with a reason. Puts that have not been verified yet may also be
+            damaged.
+        may_fetch: function that returns whether there is enough memory to fetch puts that no reader has requested.
         fetch_error: reason why the last fetch failed.
-        on_recovered: called with puts to add to the engine. The puts are from an earlier process or a lost engine.
-        on_fetched: called with the record and the bytes of each fetched put. The callback stores the bytes and returns
-            the put, or None if all cells of the put were freed.
-        on_looked_at: called with each recovered put after its verification.
-        kept_puts: returns all puts of the engine as stored (unpacked or packed).
+        on_recovered: function called with puts to add to the engine. The puts are from an earlier process or a lost
+            engine.
+        on_fetched: function called with the record and the bytes of each fetched put. The callback stores the bytes and
+            returns the put, or None if all cells of the put were freed.
+        on_looked_at: function called with each recovered put after its verification.
+        kept_puts: function that returns all puts of the engine as stored (unpacked or packed).
         is_volatile: whether puts are lost when the process ends.
     """
 
@@ -478,11 +480,11 @@ class Backing(Generic[SourceT]):
         self._fetching: dict[SourceT, asyncio.Task[None]] = {}
 
     async def flush(self, pending: PendingPut, deadline: float | None) -> None:
-        """Wait until a put's bytes would survive a crash of this process. Called before the put is finished.
+        """Wait until a put's bytes would survive a crash of this process. Call this before finishing the put.
 
         Args:
             pending: a put whose bytes are fully written.
-            deadline: when to stop waiting, on the engine's clock. None waits without a limit.
+            deadline: when to stop waiting, on the engine's clock. None means no deadline.
         """
 
     def record(self, put_id: bytes, put: StoredPut) -> None:
@@ -562,7 +564,7 @@ class Backing(Generic[SourceT]):
                 raise UnavailableError(f"put {put_id.hex()} cannot be read now ({self.fetch_error}); try again")
 
     async def scrub(self) -> None:
-        """Load and verify all recovered puts at a limited rate. Load puts with cells to free first, without pauses."""
+        """Load and verify all recovered puts at a limited rate. Puts with cells to free come first, without pauses."""
         while waiting := self._to_free or self._to_scrub:
             self._has_to_free.clear()
             put_id = next(iter(waiting))
@@ -637,7 +639,8 @@ class PutStored:
         row_sets: distinct row sets of the columns, as ascending row indices. None stands for all rows.
         freed_names: names of the freed columns.
         size_bytes: size of the tables and values in bytes.
-        segment: number of the file that contains the tables and values. 0 if they follow the record in the journal.
+        segment: number of the file that contains the tables and values, or 0 if the tables and values follow the record
+            in the journal.
         checksum: XXH3 checksum of the file's contents.
         for_existing_rows: whether the put must not create new samples.
         owner: controller that owns the put.
@@ -668,7 +671,7 @@ _KINDS: Final[dict[str, type[PutRecord]]] = {kind.__name__: kind for kind in (Pu
 _SIZE: Final = struct.Struct("<I")
 
 EncodedPut: TypeAlias = tuple[bytes, bytes | bytearray]
-"""An encoded record and the values of a small put that follow it. Both are immutable."""
+"""An encoded record, and the values of a small put that follow the record. Both are immutable."""
 
 
 class PutLog(Protocol):
@@ -691,7 +694,7 @@ class PutLog(Protocol):
 class PutJournal(Backing[Blob]):
     """Stores puts on disk, with records in a journal and bytes in segment files. Call `recover` before storing puts.
 
-    Confined to the engine's event loop.
+    Each instance is confined to the engine's event loop.
 
     Args:
         store: blob store of the engine.
@@ -877,7 +880,7 @@ def encode_packed(put_id: bytes, put: PackedPut) -> EncodedPut:
 
 @lru_cache(maxsize=256)
 def _around_id(kind: PutKind, sizes: bytes, size_bytes: int) -> tuple[bytes, bytes]:
-    """Return the bytes before and after the put id in a record. They are identical for puts of equal kind and sizes."""
+    """Return a record's bytes before and after the put id, which are identical for puts of equal kind and sizes."""
     columns = zip(kind.specs, unpack_sizes(sizes), strict=True)
     record = PutStored(
         put_id=_ANY_ID,

@@ -111,7 +111,7 @@ async def open_reading_in_thread(
 
 
 def is_light_read(runs: Sequence[CellRuns], slices: Sequence[RowSlice] = ()) -> bool:
-    """Return whether a read has so few cells that it can find them on the event loop."""
+    """Return whether a read covers few enough cells to find them on the event loop."""
     if any(part.HasField("second") for part in slices):
         return False  # such a slice creates a separate piece for each token
     range_count = sum(max(len(part.starts), len(part.chunks)) for part in slices)
@@ -180,11 +180,11 @@ def _check_runs(runs: Sequence[CellRuns], put_count: int) -> int:
     """Validate the runs, and return the number of requested rows."""
     names = [name for fields in runs for name in fields.field_names]
     if not names or len(set(names)) != len(names):
-        raise InvalidArgumentError(f"expected at least one field, each once; got {names}", field="runs")
+        raise InvalidArgumentError(f"runs name the fields {names}; expected at least one, each only once", field="runs")
     row_counts = {fields.field_names: _count_rows(fields, put_count) for fields in runs}
     if len(set(row_counts.values())) > 1:
         got = "; ".join(f"{', '.join(names)}: {count}" for names, count in row_counts.items())
-        raise InvalidArgumentError(f"row counts differ between fields ({got}); request the same rows", field="runs")
+        raise InvalidArgumentError(f"row counts differ between fields ({got}). Request the same rows", field="runs")
     return next(iter(row_counts.values()))
 
 
@@ -292,7 +292,7 @@ class Reading(AbstractContextManager["Reading"]):
         return sum(column.value_bytes for index, column in enumerate(self.headers) if index not in without)
 
     async def gather_list(self, without: Collection[int] = ()) -> GatherList:
-        """Return the slices of all columns except `without`. Threads may use them until `close`."""
+        """Return the slices of all columns except `without`. Threads may use the slices until `close`."""
         spans = [span for index, span in enumerate(self._spans) if index not in without]
         if sum(len(span.sizes) for span in spans) <= MOST_FRAME_PARTS:
             return GatherList(self._blobs, spans)
@@ -308,7 +308,7 @@ class Reading(AbstractContextManager["Reading"]):
         """Return the columns that are entirely in shared memory and whose slices are large enough to be worth mapping.
 
         Args:
-            with_regions: whether to include columns in regions. Otherwise, only columns in sealed memory are included.
+            with_regions: whether to include columns in regions. If false, only columns in sealed memory are included.
 
         Returns:
             The memory of the columns, pinned until `close`, and the positions of the columns in that memory.
@@ -365,7 +365,7 @@ class Reading(AbstractContextManager["Reading"]):
 class GatherList:
     """The slices of memory or files that make up concatenated columns. Any byte range can be looked up.
 
-    May be used in any thread while the blobs are pinned.
+    A gather list may be used in any thread while its blobs are pinned.
 
     Args:
         blobs: blobs that contain the slices, by put index.
@@ -403,7 +403,7 @@ class GatherList:
         return int(np.searchsorted(self._ends, start, "right")), int(np.searchsorted(self._ends, end, "left")) + 1
 
     def addresses(self, start: int, end: int) -> tuple[Rows, Rows]:
-        """Return the addresses and sizes of the slices in a range. Valid only if `is_local`."""
+        """Return the addresses and sizes of the slices in a range. Requires `is_local`."""
         return self._clip(self._addresses, start, end)
 
     def chunks(self, start: int, end: int) -> Iterator[memoryview]:
@@ -462,7 +462,7 @@ def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """The location of a column's bytes, as slices. Each slice has a put, and a start and size in the put's blob.
+    """The location of a column's bytes, as slices. Each slice has a put, and a start and a size in its blob.
 
     The size of each slice, and the distances between starts within a put, are multiples of `unit` bytes.
     """
@@ -509,7 +509,7 @@ class SpanFinder:
         """Return the spans and the header of a field, either for full rows or for the requested parts of rows.
 
         Raises:
-            FieldNotFoundError: a put never had the field.
+            FieldNotFoundError: a put has never had the requested field.
             PutNotFoundError: a cell was freed.
             FieldMismatchError: the field's specs in different puts are incompatible.
             InvalidArgumentError: the field's rows cannot be sliced as requested.
@@ -551,7 +551,7 @@ class SpanFinder:
         return Spans(pieces.column, *found, pieces.unit)
 
     def _find_rows(self, name: str, row_sets: list[RowSet]) -> Rows:
-        """Return the position of each run among the stored rows. Results are cached by row sets."""
+        """Return the position of each run among the stored rows. Results are cached by row set."""
         for known, found in self._positions:
             if known == row_sets:
                 return found
@@ -607,11 +607,11 @@ class SpanFinder:
         return begins, sizes, joined[expand_runs(extents_at, counts * width)].reshape(-1, width)
 
     def _of_runs(self, values: list[int]) -> Rows | int:
-        """Return the value that belongs to each run's put, or a single number if there is only one put."""
+        """Return the value that belongs to each run's put, or a single value if there is only one put."""
         return values[0] if len(values) == 1 else _integers(values)[self._owners]
 
     def _runs_of(self, numbers: Sequence[int]) -> Rows:
-        """Return the positions of the runs that belong to the puts with these numbers."""
+        """Return the positions of the runs that belong to the puts with the given numbers."""
         order, bounds = self._by_put
         parts = [order[bounds[number] : bounds[number + 1]] for number in numbers]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -668,7 +668,7 @@ def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[
         puts: put of each slice.
         starts: start of each slice in its put's blob.
         sizes: size of each slice in bytes.
-        unit: number of bytes that divides each size, see `gather`.
+        unit: number of bytes that divides each size (see `gather`).
 
     Yields:
         The puts, starts and sizes of the slices in each block.
@@ -688,13 +688,13 @@ def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[
 
 
 def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1) -> None:
-    """Copy slices of a blob into `target` one after another. Safe in any thread while the blob is pinned.
+    """Copy slices of a blob into `target` one after another. Safe to call in any thread while the blob is pinned.
 
     Args:
         blob: the blob to read.
         starts: start of each slice. The distances between starts are multiples of `unit`.
         sizes: size of each slice in bytes, a multiple of `unit`.
-        target: memory with the total size of the slices.
+        target: memory whose size equals the total size of the slices.
         unit: number of bytes that divides the size of each slice.
 
     Raises:
@@ -739,7 +739,7 @@ def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit
 
 
 class Move:
-    """The compaction of a put. Threads copy its live cells to a smaller put.
+    """The compaction of a put. Threads copy the put's live cells to a smaller put.
 
     Args:
         put_id: id of the put.
@@ -759,7 +759,7 @@ class Move:
         self.is_given_up = False
 
     def plan(self) -> StoredPut:
-        """Find the live cells, and return a put that contains only these cells. The put is not yet placed in a blob."""
+        """Find the live cells, and return a put that contains only these cells. The new put is not yet in a blob."""
         put = self._put
         columns: dict[str, StoredColumn | None] = dict.fromkeys(put.columns)
         for row_set in put.row_sets():
@@ -775,7 +775,7 @@ class Move:
         )
 
     def copy(self, smaller: StoredPut) -> None:
-        """Copy tables and values. Stop early if the move is given up.
+        """Copy tables and values. Stop early if the move has been given up.
 
         Args:
             smaller: the put returned by `plan`, now placed in a blob.

@@ -53,9 +53,10 @@ async def find_left(
 
     Args:
         objects: the object store to search.
-        names: generates the object names of the instance.
+        names: generator of the instance's object names.
         copies: number of copies that each object should have. Objects with fewer copies are marked for mirroring again.
-        clock: returns the time in seconds since the epoch. Must match the clocks of the storage services.
+        clock: function that returns the time in seconds since the epoch. The clock must match the clocks of the storage
+            services.
 
     Raises:
         NotFoundError: the instance wrote no list, or its last list is older than 6 hours.
@@ -76,8 +77,8 @@ async def find_left(
         found |= {(each.generation, each.number): each for each in some or ()}
     if not has_list:
         raise NotFoundError(
-            f"the mirror has no list of puts of storage service {names.storage_id!r} with instance id "
-            f"{names.boot_id.hex()}; either that service had no mirror, or it ended before its first put",
+            f"the mirror has no list of puts for storage service {names.storage_id!r} with instance id "
+            f"{names.boot_id.hex()}; either that service had no mirror, or it stopped before its first put",
         )
     return Left(newest + 1, await search.complete([found[key] for key in sorted(found)], copies))
 
@@ -85,7 +86,8 @@ async def find_left(
 class _Search:
     """A search for the objects of an instance in an object store.
 
-    If the object store can list names, names are listed once. This is much cheaper than looking up many names.
+    If the object store can list names, names are listed once. A single listing is much cheaper than looking up many
+    names.
     """
 
     def __init__(self, objects: ObjectStore, names: Names) -> None:
@@ -94,7 +96,7 @@ class _Search:
         self._listed: set[str] | None = None
 
     async def copies(self, names: Sequence[str], *, counted: bool = False) -> list[int]:
-        """Return the number of copies of each object, or 0 if missing. With `counted`, always ask the store."""
+        """Return the number of copies of each object, or 0 if missing. If `counted`, always query the store."""
         if counted or not self._objects.abilities.lists_names:
             starts = range(0, len(names), _NAMES_A_CALL)
             calls = [self._objects.copies(names[start : start + _NAMES_A_CALL]) for start in starts]
@@ -105,7 +107,7 @@ class _Search:
         return [int(name in self._listed) * (self._objects.abilities.fixed_copies or 1) for name in names]
 
     async def of_generation(self, generation: int, now: int) -> list[PutObject] | None:
-        """Return the objects of a generation, based on its last list. Return None if it has no list."""
+        """Return the objects of a generation, based on its last list. Return None if there is no list."""
         for _ in range(_TRIES):
             second = await self._last_list(generation, now)
             if second is None:
@@ -168,8 +170,8 @@ class _Search:
     async def complete(self, found: Sequence[PutObject], copies: int) -> list[PutObject]:
         """Return the existing objects, and mark objects that must be mirrored again.
 
-        If the caller of `put` determines the number of copies, all objects are mirrored again. One of their copies may
-        be on the calling service's own node.
+        If the caller of `put` determines the number of copies, all objects are mirrored again, because one of the
+        existing copies may be on the calling service's own node.
         """
         are_fixed = self._objects.abilities.fixed_copies is not None
         counts = await self.copies([self._names.pieces(each)[0] for each in found], counted=not are_fixed)

@@ -9,16 +9,16 @@ An object name consists of the storage service's name, its instance id (`boot_id
 and the chunk number. Numbers and seconds are never reused, so a new name never refers to an object left by a killed
 writer.
 
-An object contains complete puts with the same owner and partition: the number of puts, the sizes of each put, all
-records, and all tables and values. An object that is too large for the object store is split into chunks. The first
-chunk is written last, so if it exists, all chunks exist.
+An object contains complete puts with the same owner and partition. The object consists of the number of puts, the sizes
+of each put, all records, and all tables and values, in that order. An object that is too large for the object store is
+split into chunks. The first chunk is written last, so if it exists, all chunks exist.
 
 Objects are found through lists, because few object stores can find names by prefix without scanning all names. Objects
 are numbered. A list contains all existing objects and the number of the next object. At most `WINDOW` objects are
-written between two lists, so a list and a check of the next `WINDOW` names cover all acknowledged objects. Each list is
-named after the second in which it was written, and a search starts at the current second and goes backwards. Every
+written between two lists, so a list plus a check of the next `WINDOW` names covers all acknowledged objects. Each list
+is named after the second in which it was written, and a search proceeds backward from the current second. Every
 takeover starts a new generation with its own lists. A successor searches all generations, because the writer of an
-earlier generation may have continued.
+earlier generation may have kept writing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WINDOW: Final = 8192
 """Maximum number of objects that are written between two lists."""
 
 HEAD_BYTES: Final = 64 << 10
-"""Number of bytes to read from the start of an object. This range nearly always includes all records."""
+"""Number of bytes to read from the start of an object. The range nearly always includes all records."""
 
 _COUNT: Final = struct.Struct("<I")
 _SIZES: Final = struct.Struct("<IQ")
@@ -88,7 +88,7 @@ class Names:
     def __post_init__(self) -> None:
         if not _STORAGE_ID.fullmatch(self.storage_id):
             raise InvalidArgumentError(
-                f"storage_id: got {self.storage_id[:128]!r}, expected 1 to 128 letters, digits, '.', '_', ':' and '-', "
+                f"storage_id is {self.storage_id[:128]!r}; expected 1 to 128 letters, digits, '.', '_', ':' and '-', "
                 "starting with a letter or digit",
                 field="storage_id",
             )
@@ -154,7 +154,7 @@ def unpack_heads(data: Buffer) -> tuple[list[tuple[bytes, int, int]], int] | int
 
 
 def piece_count_of(size: int) -> int:
-    """Return the number of chunks of an object with `size` bytes."""
+    """Return the number of chunks in an object of `size` bytes."""
     return max(1, -(-size // LARGEST_OBJECT_BYTES))
 
 

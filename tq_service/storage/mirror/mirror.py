@@ -3,12 +3,12 @@
     bytes written -> mirrored with the required number of copies -> the put is complete
     put dropped -> its memory is freed immediately, its object is removed soon
 
-Freeing rows and compaction affect only memory. An object is removed when the last of its puts is dropped. Therefore, a
-storage service that was wrongly declared dead cannot destroy data that its successor has taken over.
+Freeing rows and compacting puts affect only memory. An object is removed when the last of its puts is dropped.
+Therefore, a storage service that was wrongly declared dead cannot destroy data that its successor has taken over.
 
-Puts that were taken over from a lost storage service are unfetched: only their id, owner and partition are known. They
-are fetched on the first read, or later in the background. Spilled puts, whose bytes are no longer in memory, are
-fetched when they are read or when some of their cells must be freed.
+Puts that were taken over from a lost storage service are unfetched: only their id, owner and partition are known.
+Unfetched puts are fetched on the first read, or later in the background. Spilled puts, whose bytes are no longer in
+memory, are fetched when they are read or when some of their cells must be freed.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class _Batch:
 
 
 class Mirror(Backing[PutObject]):
-    """Mirrors the puts of an engine to an object store. Confined to the engine's event loop.
+    """Mirrors an engine's puts to an object store. Instances are confined to the engine's event loop.
 
     Args:
-        writer: writes the objects.
-        required: number of copies that must exist before a put is complete. With 0, puts are mirrored after they are
+        writer: writer of the objects.
+        required: number of copies that must exist before a put is complete. If 0, puts are mirrored after they are
             complete.
         url: URL of the object store, for display.
         clock: time source for deadlines.
@@ -136,7 +136,7 @@ class Mirror(Backing[PutObject]):
         )
 
     def on_unreachable(self, error: UnavailableError) -> None:
-        """Record that the object store cannot be reached. `stat` then reports this before the first write."""
+        """Record that the object store is unreachable. `stat` then reports the outage before the first write."""
         self._writer.on_error(error)
 
     async def run(self) -> None:
@@ -149,7 +149,7 @@ class Mirror(Backing[PutObject]):
                 await self.scrub()
 
     async def flush_all(self, seconds: float) -> int:
-        """Wait up to `seconds` until all puts are mirrored. Return the number of bytes that are not mirrored yet."""
+        """Wait up to `seconds` until all puts are mirrored. Return the number of bytes not yet mirrored."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         for batch in list(self._gathered.values()):
@@ -190,9 +190,9 @@ class Mirror(Backing[PutObject]):
                 await asyncio.shield(batch.written)
         except TimeoutError:
             raise QuotaExceededError(
-                f"a put of {size} bytes had {batch.made_count} of the {self._required} copies required on other "
-                f"nodes by the deadline: {self._writer.error or 'the mirror is slow'}; put the data again, add "
-                "capacity or nodes to the mirror, or lower mirror_required",
+                f"a put of {size} bytes had only {batch.made_count} of the {self._required} copies required on other "
+                f"nodes by the deadline: {self._writer.error or 'the mirror is slow'}. Put the data again, add "
+                "capacity or nodes to the mirror, or lower mirror_required.",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
                 metadata={
                     "limit_name": "mirror_required",
@@ -229,7 +229,7 @@ class Mirror(Backing[PutObject]):
         return copy
 
     def _send(self, batch: _Batch) -> None:
-        """Start writing a batch of small puts if it has not been started."""
+        """Start writing a batch of small puts unless writing has already started."""
         if self._gathered.get(batch.kind) is batch and not self._is_closed:
             del self._gathered[batch.kind]
             self._small_count += 1
@@ -246,7 +246,7 @@ class Mirror(Backing[PutObject]):
         return task
 
     async def _write(self, batch: _Batch) -> None:
-        """Write a batch as a single object. Retry until it has the required copies or its puts are no longer needed."""
+        """Write a batch as one object. Retry until the required copies exist or the puts are no longer needed."""
         pause = _FIRST_PAUSE_SECONDS
         while needed := [copy for copy in batch.copies if copy.is_needed]:
             parts = pack_puts([(copy.record, copy.parts) for copy in needed])
@@ -330,7 +330,7 @@ class Mirror(Backing[PutObject]):
         return True
 
     def fetch_to_free(self, put_id: bytes) -> None:
-        """Fetch a spilled put in the background. Ignores puts that `scrub` will fetch anyway."""
+        """Fetch a spilled put in the background. Puts that `scrub` will fetch anyway are ignored."""
         if put_id not in self._to_scrub:
             super().fetch_to_free(put_id)
 

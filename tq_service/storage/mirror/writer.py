@@ -25,23 +25,23 @@ _TOKEN_BYTES: Final = 16
 
 
 class ObjectWriter:
-    """Writes the objects of a storage service instance and the lists of these objects. Confined to one event loop.
+    """Writes a storage service instance's objects, and lists of them. Each writer is confined to one event loop.
 
     opened (by `run`) -> a first list is written -> objects and more lists are written -> closed
 
     Args:
         objects: the object store, which may be shared with other writers.
-        names: generates the object names of this instance.
+        names: generator of this instance's object names.
         copies: number of copies that each object should have on other nodes.
         required: number of copies that each object must have, at least 1.
         generation: generation of the storage service; see `layout`.
-        may_remove: returns whether objects may be removed. It returns False if another storage service may have taken
-            over the puts.
+        may_remove: function that returns whether objects may be removed. The result is False if another storage service
+            may have taken over the puts.
 
     Attributes:
         live: objects that exist or are being written, by generation and number.
         is_reachable: whether the last write to the object store succeeded, or None before the first write.
-        error: reason why the last write failed. Empty if it succeeded.
+        error: reason why the last write failed, or empty if the last write succeeded.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ObjectWriter:
         return stored, made
 
     async def _put_all(self, names: Sequence[str], pieces: Sequence[Sequence[Buffer]]) -> int:
-        """Store all chunks, starting with the last chunk. Return the minimum number of copies of any chunk.
+        """Store all chunks, starting with the last chunk. Return the lowest number of copies of any chunk.
 
         If the result is less than the required number, the remaining chunks were not stored. A result of 0 indicates
         that the object store failed.
@@ -175,7 +175,7 @@ class ObjectWriter:
     def on_error(self, error: TqError) -> None:
         """Record that the object store refused a write or cannot be reached."""
         if self.is_reachable is not False:
-            _log.warning(LogMessage("the mirror stopped accepting objects; puts wait", error=error.message))
+            _log.warning(LogMessage("the mirror stopped accepting objects; puts are waiting", error=error.message))
         self.is_reachable, self.error = False, error.message
 
     # Lists

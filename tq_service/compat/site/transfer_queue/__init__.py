@@ -1,4 +1,4 @@
-"""TransferQueue's API, implemented by tq_service. A service replaces TransferQueue's Ray actors.
+"""TransferQueue's API, implemented by tq_service. A tq_service server replaces TransferQueue's Ray actors.
 
 Put this package first on PYTHONPATH, in the driver and in every worker; see docs/integrations/transferqueue.md.
 """
@@ -34,7 +34,7 @@ from transfer_queue.session import close, get_client, init
 from transfer_queue.storage import StorageKeyNotFoundError
 
 __version__ = "0.1.11"
-"""The TransferQueue version with these calls. Callers compare it with the minimum version that they require."""
+"""Version of the TransferQueue API that this package implements. Callers check that this version is recent enough."""
 
 __all__ = [
     "AsyncTransferQueueClient",

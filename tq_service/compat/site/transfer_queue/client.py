@@ -1,4 +1,4 @@
-"""`TransferQueueClient`, which implements TransferQueue's calls in sync and `async_...` form with calls to the service.
+"""`TransferQueueClient`, which provides TransferQueue's sync and `async_...` calls and sends them to the service.
 
 Each call is implemented once, as a coroutine method of `Calls`. With an `AsyncClient`, the caller awaits the coroutine.
 With a `Client`, whose calls never suspend, `finished` runs the coroutine to completion.
@@ -45,7 +45,7 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
         result: T = end.value
         return result
     coroutine.close()
-    raise RuntimeError("a sync client's call waited for an event loop")
+    raise RuntimeError("a call to a sync client suspended; expected the call to finish without an event loop")
 
 
 async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
@@ -53,7 +53,7 @@ async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any)
 
 
 class Awaitables:
-    """A wrapper for a sync client or module. Its calls return their results as completed awaitables."""
+    """A wrapper that makes the calls of a sync client or module awaitable. Each awaitable is already complete."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -65,14 +65,14 @@ class Awaitables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """Options with which `get_meta` claims batches.
+    """Options that `get_meta` uses to claim batches.
 
     Attributes:
         sampler: the sampler that chooses the samples for a batch.
-        sample: function that requests a batch from a user's sampler in the controller. None if this process cannot call
-            users' samplers.
-        polling_mode: whether `get_meta` returns an empty batch if too few samples are ready. If False, it raises an
-            error.
+        sample: function that requests a batch from a custom sampler in the controller. None if this process cannot call
+            custom samplers.
+        polling_mode: whether `get_meta` returns an empty batch if too few samples are ready. If False, `get_meta`
+            raises an error instead.
         wait_seconds: maximum seconds to wait for samples.
     """
 
@@ -88,7 +88,8 @@ class Calls:
     Args:
         client: an `AsyncClient`, or `Awaitables` of a `Client`.
         asking: options for `get_meta`.
-        run: function that calls another function. If calls run concurrently, it uses a thread.
+        run: function that runs a blocking function and returns its result. Async clients run the blocking function in a
+            thread.
 
     Attributes:
         wait_seconds: maximum seconds that `get_meta` waits for samples; initially the value in `asking`.
@@ -146,7 +147,7 @@ class Calls:
         return batch
 
     async def _chosen(self, **wanted: Any) -> BatchMeta:
-        """Wait until a user's sampler chooses samples, and return the batch; on timeout, return an empty batch."""
+        """Wait until a custom sampler chooses samples. Return the batch, or an empty batch after a timeout."""
         sample = self._asking.sample
         if sample is None:
             raise RuntimeError("this process cannot call a custom sampler; set num_workers of the loader to 0")
@@ -159,10 +160,10 @@ class Calls:
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
         """Return the fields of a batch.
 
-        Rows with dimensions are returned as nested tensors, and objects as a NonTensorStack.
+        Non-scalar tensor rows are returned as nested tensors, and objects as a NonTensorStack.
 
         Raises:
-            StorageKeyNotFoundError: a sample was cleared.
+            StorageKeyNotFoundError: a sample of the batch was cleared.
         """
         if not metadata or not metadata.field_names:
             return TensorDict({}, batch_size=0)
@@ -180,7 +181,7 @@ class Calls:
             ]
             if sum(meta.size for meta in found) == len(metadata):
                 raise
-            raise StorageKeyNotFoundError(f"samples of the batch were cleared: {error}") from error
+            raise StorageKeyNotFoundError(f"some samples of the batch were cleared: {error}") from error
         if len(parts) > 1:
             places = np.argsort(np.concatenate([positions for positions, _ in samples_of]))
             parts = [_taken(parts, places.tolist())]
@@ -193,26 +194,26 @@ class Calls:
         partition_id: str | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> BatchMeta:
-        """Put fields of existing samples, with their custom_meta, or put fields of new samples.
+        """Put fields and custom_meta of existing samples, or create samples with the given fields.
 
         Args:
             data: the fields, with one row per sample.
-            metadata: the samples. The call also adds the fields to this batch.
+            metadata: batch of existing samples. The call also adds the fields to this batch.
             partition_id: partition for new samples, if `metadata` is None.
-            data_parser: function called in this process before the put. It modifies a dict of the columns in place.
+            data_parser: function called in this process before the put, which modifies a dict of the columns in place.
 
         Raises:
-            ValueError: neither samples nor a partition is given.
+            ValueError: neither `metadata` nor `partition_id` is passed.
         """
         data = _parsed(data, data_parser)
         if metadata is None:
             if partition_id is None:
                 raise ValueError(
-                    "neither metadata nor partition_id is given; pass the samples, or the partition for new samples"
+                    "got neither metadata nor partition_id; pass existing samples, or the partition for new samples"
                 )
             return of_samples(await self._put(partition_id, data, return_meta="all"))
         if not metadata:
-            raise ValueError("metadata is empty; pass the samples that the rows of data belong to")
+            raise ValueError("metadata contains no samples; pass one sample per row of data")
         for positions, samples in self._samples(metadata):
             rows = data if len(positions) == len(metadata) else _taken([data], positions)
             tags = [metadata.custom_meta[position] for position in positions]
@@ -220,7 +221,7 @@ class Calls:
         return metadata.add_fields(data)
 
     async def _put(self, target: str | tq.BatchMeta, data: TensorDict | None, **more: Any) -> tq.BatchMeta:
-        """Put columns. If they do not match existing fields, convert them and retry."""
+        """Put columns. If the columns do not match existing fields, convert the columns and retry."""
         try:
             return await self._client.put(target, data, **more)
         except tq.errors.FieldMismatchError:
@@ -239,7 +240,7 @@ class Calls:
             await self._client.set_custom_meta(samples, keeping_nulls(tags))
 
     async def clear_samples(self, metadata: BatchMeta) -> None:
-        """Remove the samples of a batch. Samples that are already removed are ignored."""
+        """Remove the samples of a batch. Samples that have already been removed are ignored."""
         for _, samples in self._samples(metadata):
             await self._client.clear_samples(samples, missing_ok=True)
 
@@ -256,7 +257,7 @@ class Calls:
     async def get_consumption_status(
         self, task_name: str, partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the indexes of the samples in a partition, and 1 or 0 for each sample: whether a task has consumed it.
+        """Return the sample indexes of a partition, and for each sample 1 if the task has consumed it, otherwise 0.
 
         Both tensors have shape `(n,)`. Both results are None if the partition does not exist.
         """
@@ -269,7 +270,7 @@ class Calls:
     async def get_production_status(
         self, data_fields: Sequence[str], partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return sample indexes `(n,)`, and a tensor `(n, f)` with 1 if a sample has a field, otherwise 0.
+        """Return the sample indexes `(n,)`, and a tensor `(n, f)` with 1 if the sample has the field, otherwise 0.
 
         Both results are None if `data_fields` is empty or a field does not exist.
         """
@@ -281,17 +282,17 @@ class Calls:
         return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(has_field.astype(np.int8))
 
     async def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Return whether the partition has samples, and the task has consumed all samples that it can receive."""
+        """Return whether the partition has samples and the task has consumed every sample available to it."""
         status = await self._client.check_consumption(partition_id, task_name, missing_ok=True)
         return 0 < _expected(status.total_count - status.skipped_count) <= status.consumed_count
 
     async def check_production_status(self, data_fields: Sequence[str], partition_id: str) -> bool:
-        """Return whether the partition has samples, and all of them have the given fields."""
+        """Return whether the partition has samples and all of them have the given fields."""
         status = await self._client.check_production(partition_id, data_fields, missing_ok=True)
         return 0 < _expected(status.total_count) <= status.produced_count
 
     async def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Let a task, or all tasks, consume the samples of a partition again."""
+        """Allow one task, or all tasks, to consume the samples of a partition again."""
         try:
             known = () if task_name else (await self._client.describe_partition(partition_id)).tasks
             for name in [task_name] if task_name else [task.task_name for task in known]:
@@ -303,9 +304,9 @@ class Calls:
     # Keys
 
     async def kv_retrieve_meta(self, keys: Sequence[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
-        """Return the samples with these keys, and their common fields.
+        """Return the samples with the given keys, and the fields common to all of them.
 
-        Unknown keys are omitted. With `create`, samples are created for unknown keys.
+        Unknown keys are omitted. If `create` is True, samples are created for unknown keys instead.
         """
         names = _listed("keys", keys, str)
         if create:
@@ -326,7 +327,7 @@ class Calls:
         return [key_of.get(index) for index in indexes]
 
     async def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Row]]:
-        """Return the tags of samples by partition and key, for one partition or for all partitions."""
+        """Return the tags of the samples, by partition and key, for one partition or all partitions."""
         names = [partition_id] if partition_id is not None else await self.get_partition_list()
         metas = [await self._lookup(name) for name in names]
         listed = {name: meta for name, meta in zip(names, metas, strict=True) if meta.incarnation}
@@ -346,19 +347,22 @@ class Calls:
         """Put the fields of one sample, passed as a TensorDict with one row or as a dict of values, and merge its tag.
 
         Raises:
-            ValueError: neither fields nor a tag is passed, or the fields have several rows.
+            ValueError: neither `fields` nor `tag` is passed, or `fields` has several rows.
         """
         if isinstance(fields, dict):
             nested = [name for name, each in fields.items() if isinstance(each, torch.Tensor) and each.is_nested]
             if nested:
-                raise ValueError(f"field {nested[0]!r} is a nested tensor of several rows; put it with kv_batch_put")
+                raise ValueError(
+                    f"field {nested[0]!r} is a nested tensor with several rows; expected one row. Use kv_batch_put to "
+                    "put several samples"
+                )
             rows = {
                 name: value.unsqueeze(0) if isinstance(value, torch.Tensor) else NonTensorStack(value)
                 for name, value in fields.items()
             }
             fields = TensorDict(rows, batch_size=[1])
         elif fields is not None and not isinstance(fields, TensorDict):
-            raise ValueError(f"fields is a {type(fields).__name__}, expected a dict or a TensorDict")
+            raise ValueError(f"fields is a {type(fields).__name__}; expected a dict or a TensorDict")
         return await self.kv_batch_put([key], partition_id, fields, None if tag is None else [tag], data_parser)
 
     async def kv_batch_put(
@@ -369,21 +373,21 @@ class Calls:
         tags: Sequence[Row] | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> KVBatchMeta:
-        """Put fields of samples named by key, and merge the tags of the samples. Samples are created for unknown keys.
+        """Put fields of samples identified by key, and merge their tags. Samples are created for unknown keys.
 
         Returns:
-            References to the samples, with all their tags and their common fields after the put.
+            References to the samples, with their tags and common fields after the put.
 
         Raises:
-            ValueError: neither fields nor tags are passed, or the number of rows or tags differs from the number of
+            ValueError: neither `fields` nor `tags` is passed, or the number of rows or tags differs from the number of
                 keys.
         """
         names = _listed("keys", keys, str)
         if fields is None and tags is None:
-            raise ValueError("neither fields nor tags are given; pass at least one of them")
+            raise ValueError("got neither fields nor tags; pass fields, tags or both")
         for what, given in (("fields", fields), ("tags", tags)):
             if given is not None and len(given) != len(names):
-                raise ValueError(f"{what} has {len(given)} rows, expected {len(names)}, one per key")
+                raise ValueError(f"{what} has {len(given)} rows; expected {len(names)}, one per key")
         meta = await self._put(
             partition_id,
             None if fields is None else _parsed(fields, data_parser),
@@ -401,10 +405,12 @@ class Calls:
     async def kv_batch_get(
         self, keys: Sequence[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
     ) -> TensorDict:
-        """Return fields of samples by key. By default, return their common fields. Unknown keys are omitted.
+        """Return fields of samples by key. By default, return their common fields.
+
+        Unknown keys are omitted.
 
         Raises:
-            ValueError: none of the keys exists, or no field is common to all samples.
+            ValueError: none of the keys exists, or the samples lack a common field.
         """
         names = _listed("keys", keys, str)
         if select_fields is not None and not select_fields:
@@ -419,9 +425,9 @@ class Calls:
                 layout="jagged",
             )
         except tq.errors.PartitionNotFoundError as error:
-            raise ValueError(f"keys or partition were not found: {error}") from error
+            raise ValueError(f"could not find the keys or the partition: {error}") from error
         if not data.batch_size[0]:
-            raise ValueError(f"keys or partition were not found: partition {partition_id!r} has none of these keys")
+            raise ValueError(f"could not find the keys: partition {partition_id!r} has none of the given keys")
         if data.is_empty():
             if not of_samples(await self._lookup(partition_id, keys=names)).field_names:
                 raise ValueError(f"the samples of partition {partition_id!r} have no field in common")
@@ -434,13 +440,13 @@ class Calls:
         """Return fields of the samples in `meta`. Without `select_fields`, return the fields of `meta`.
 
         Raises:
-            ValueError: the partition of `meta` is not set, or `meta` lacks a selected field.
+            ValueError: the partition of `meta` is not set, or a selected field is not in `meta`.
         """
         fields = meta.fields if select_fields is None else _listed("select_fields", select_fields, str)
         if meta.partition_id is None:
             raise ValueError("meta has no partition; set its partition_id")
         if unknown := set(fields or ()) - set(meta.fields or ()):
-            raise ValueError(f"select_fields {sorted(unknown)} not found in meta; its fields are {meta.fields}")
+            raise ValueError(f"select_fields contains {sorted(unknown)}, but meta has only the fields {meta.fields}")
         return await self.kv_batch_get(meta.keys, meta.partition_id, fields)
 
     async def kv_clear(self, keys: Sequence[str] | str, partition_id: str) -> None:
@@ -454,7 +460,7 @@ class Calls:
         return meta
 
     def _samples(self, metadata: BatchMeta) -> list[tuple[list[int], tq.BatchMeta]]:
-        """Return the samples of each partition in the batch, with their positions in the batch."""
+        """Group the samples of a batch by partition, with the position of each sample in the batch."""
         indexes = np.asarray(metadata.global_indexes, np.int64)
         return [
             (
@@ -496,7 +502,7 @@ def _schema_of(spec: tq.FieldSpec | None) -> Row:
 
 
 def _expected(total_count: int) -> int:
-    """Return the minimum number of samples of a complete partition."""
+    """Return how many samples a partition needs to be complete."""
     return max(total_count, int(os.environ.get("TQ_PRE_ALLOC_SAMPLE_NUM", "1")))
 
 
@@ -509,9 +515,9 @@ def _listed(what: str, values: Any, kind: type) -> list[Any]:
     """
     listed = [values] if isinstance(values, kind) else values
     if not isinstance(listed, list | tuple) or not all(isinstance(value, kind) for value in listed):
-        raise TypeError(f"{what} is {values!r:.200}, expected a {kind.__name__} or a list of these")
+        raise TypeError(f"{what} is {values!r:.200}; expected a {kind.__name__} or a list of {kind.__name__} values")
     if not listed:
-        raise ValueError(f"{what} is empty, expected at least one")
+        raise ValueError(f"{what} is empty; expected at least one value")
     return list(listed)
 
 
@@ -519,7 +525,7 @@ def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> Tenso
     """Apply a parser to data. The parser receives dense columns as tensors and other columns as lists.
 
     Raises:
-        ValueError: the parser changed the set of columns or their number of rows.
+        ValueError: the parser added or removed columns, or changed the number of rows.
     """
     if data_parser is None:
         return data
@@ -532,7 +538,9 @@ def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> Tenso
     counts = {name: len(column) for name, column in columns.items()}
     data_parser(columns)
     if {name: len(column) for name, column in columns.items()} != counts:
-        raise ValueError("data_parser changed the set of columns or their number of rows; keep both")
+        raise ValueError(
+            "data_parser added or removed columns or rows; expected the same columns with the same number of rows"
+        )
     return TensorDict(
         {name: _column_of(column, ragged[name]) for name, column in columns.items()}, batch_size=data.batch_size
     )
@@ -543,8 +551,8 @@ def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
 
     Args:
         rows: one value per sample.
-        ragged_dimension: ragged dimension to use if the rows differ only in this dimension. 1 is the first dimension of
-            a row.
+        ragged_dimension: ragged dimension to use if the rows differ only in this dimension. The value 1 means the first
+            dimension of a row.
     """
     if isinstance(rows, torch.Tensor):
         return rows
@@ -576,9 +584,10 @@ def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
 
 
 def _fitted(data: TensorDict | None, specs: Mapping[str, tq.FieldSpec]) -> TensorDict | None:
-    """Convert data to match existing fields. Tensors are converted to the dtype of the field, or to objects.
+    """Convert data to match existing fields.
 
-    Tensors are not converted to integers or booleans if this would change a value. Complex numbers are never converted.
+    Tensors are converted to the dtype of the field or, for object fields, to objects. Tensors are not converted to
+    integers or booleans if the conversion would change a value. Complex numbers are never converted.
     """
     if data is None:
         return None
@@ -603,7 +612,10 @@ def _unbound(column: Any) -> Any:
 
 
 def _as_transfer_queue(data: TensorDict) -> TensorDict:
-    """Convert data to TransferQueue's form. Tensor rows are nested even if they differ in several dimensions."""
+    """Convert data to TransferQueue's format.
+
+    Tensor rows become a nested tensor even if their shapes differ in several dimensions.
+    """
     for name in list(data.keys()):
         column = data.get(name)
         if not isinstance(column, torch.Tensor) and isinstance(column[0].data, torch.Tensor):
@@ -617,7 +629,7 @@ class TransferQueueClient:
     Args:
         address: address of the service.
         asking: options for `get_meta`.
-        **reached: other arguments for creating clients: `namespace`, `timeout`, `token` and `insecure`.
+        **reached: further client options: `namespace`, `timeout`, `token` and `insecure`.
 
     Attributes:
         client_id: name of this client, for use in logs.
@@ -637,9 +649,10 @@ class TransferQueueClient:
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def polling(self) -> Callable[..., TransferQueueClient]:
-        """Return a factory of clients for loader workers. These clients use polling mode.
+        """Return a function that creates clients in polling mode for loader workers.
 
-        The factory is called with an address. It can be pickled if the service implements the sampler.
+        The function takes the address of the service. The function can be pickled if the service implements the
+        sampler.
         """
         asking = replace(self._options["asking"], polling_mode=True, wait_seconds=0.0)
         if service_samples(asking.sampler):
@@ -647,7 +660,7 @@ class TransferQueueClient:
         return partial(TransferQueueClient, **{**self._options, "asking": asking})
 
     def wait_at_most(self, seconds: float) -> None:
-        """Set the maximum seconds for which later `get_meta` calls wait for samples."""
+        """Set the maximum seconds that later `get_meta` calls wait for samples."""
         self.sync_calls.wait_seconds = self.async_calls.wait_seconds = seconds
 
     def close(self) -> None:
@@ -656,7 +669,7 @@ class TransferQueueClient:
 
 
 def _add_forms(name: str) -> None:
-    """Add a method of `Calls` to the client, as a sync method and as an awaitable method."""
+    """Add a method of `Calls` to the client as a sync method and an awaitable method."""
 
     def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
         return finished(getattr(client.sync_calls, name)(*arguments, **keywords))

@@ -1,4 +1,4 @@
-"""State shared by the processes of a run: the service, which may have been started for the run, and the sampler."""
+"""State shared by the processes of a run: the sampler, and the service, which may have been started for the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transfer_queue.sampler import BaseSampler, Config, Indexes, Sampled, claim_
 from transfer_queue.storage import StorageKeyNotFoundError
 
 OWN_CHECKPOINT_DIR: Final = "/"
-"""The `checkpoint_dir` of a service started for a run. It allows the run to write checkpoints to any directory."""
+"""The `checkpoint_dir` of a service started for a run, which allows the run to write checkpoints to any directory."""
 
 
 def setting(conf: Any, *names: str, default: Any = None) -> Any:
@@ -33,12 +33,12 @@ def setting(conf: Any, *names: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run, which consists of any number of processes that use a service, and lasts from `init()` to `close()`.
+    """A set of processes that use the same service from `init()` to `close()`.
 
     Attributes:
         conf: configuration used to start the run.
-        address: address of the service. If empty, a service is started.
-        namespace: namespace of the run's partitions. If empty, there is no namespace.
+        address: address of the service. If empty, the run starts a service.
+        namespace: namespace of the run's partitions. If empty, the run uses no namespace.
         sampler: sampler that chooses the samples of a batch.
         service: settings for a service started by the run.
         token: token for the service. If None, each process reads the token from its environment.
@@ -72,13 +72,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class KnownPartition:
-    """A partition as passed to users' samplers, with its name and the custom_meta of its samples."""
+    """A partition in the form passed to custom samplers: the name and the custom_meta of the samples."""
 
     partition_id: str
     tags: Mapping[int, Mapping[str, Any]]
 
     def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-        """Return the custom_meta of the given samples, omitting samples without custom_meta."""
+        """Return the custom_meta of the given samples. Samples without custom_meta are omitted."""
         return {index: tags for index in global_indices if (tags := self.tags.get(index))}
 
 
@@ -97,7 +97,7 @@ class TransferQueueController:
 
     Args:
         run: the run to start.
-        host: host on which a newly started service listens. If None, it listens only on the loopback address.
+        host: host on which a newly started service listens. If None, the service listens only on the loopback address.
     """
 
     def __init__(self, run: Run, host: str | None = None) -> None:
@@ -108,10 +108,11 @@ class TransferQueueController:
         self._remembered: dict[str, _Remembered] = {}
 
     def _with_own_service(self, run: Run, host: str | None) -> Run:
-        """Start a service in a separate process. The service always ends when this process ends.
+        """Start a service in a separate process. The service stops when this process ends.
 
         If other machines can reach the host, the service requires a token known only to the run. Traffic is not
-        encrypted, as is usual between processes in a Ray cluster. On the loopback address, no token is needed.
+        encrypted, as is usual between processes in a Ray cluster. On the loopback address, the service requires no
+        token.
         """
         settings = {"grace_seconds": 1, "checkpoint_dir": OWN_CHECKPOINT_DIR, **run.service}
         flags, token = [part for name, value in settings.items() for part in _flag(name, value)], None
@@ -129,27 +130,27 @@ class TransferQueueController:
         return replace(run, address=process.address, token=token, is_service_owned=True)
 
     def run(self) -> Run:
-        """Return the run, for use by its other processes."""
+        """Return the run for use by the run's other processes."""
         return self._run
 
     def get_config(self) -> Any:
-        """Return the configuration of the run, like TransferQueue's actor."""
+        """Return the configuration of the run, as TransferQueue's actor does."""
         return self._run.filled_conf()
 
     def sample(self, batch_size: int, config: Config, **claim: Any) -> BatchMeta:
         """Let the sampler choose the samples for a batch, claim the samples to consume, and return the batch.
 
-        Samplers may have state, so calls run one at a time, from the look-up to the claim. The sampler's cache for a
-        partition is cleared after the partition is cleared. It is also cleared if all samples that the sampler chose
-        from the partition have been cleared, because the sampler would choose them again.
+        Samplers may have state, so only one call runs at a time. When a partition is cleared, the sampler's cache for
+        the partition is cleared too. The cache is also cleared if all samples chosen from the partition were cleared,
+        because the sampler would choose the same samples again.
 
         Args:
             batch_size: number of samples in the batch.
-            config: the call's `sampling_config`.
+            config: the `sampling_config` of the call.
             **claim: `partition_id`, `task_name` and `data_fields`.
 
         Returns:
-            The batch. It is empty if the sampler chooses no samples, or if another consumer claims the chosen samples
+            The batch, which is empty if the sampler chooses no samples or another consumer claims the chosen samples
             first.
 
         Raises:
@@ -191,7 +192,7 @@ class TransferQueueController:
             return of_samples(known, claim["data_fields"]).select_samples(place_of[index] for index in sampled)
 
     def _recall(self, client: tq.Client, partition_id: str, incarnation: bytes) -> _Remembered:
-        """Return the remembered state of a partition.
+        """Return the stored state of a partition.
 
         If the partition is new, first drop the state of partitions that no longer exist.
         """

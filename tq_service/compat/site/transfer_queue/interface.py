@@ -19,7 +19,7 @@ _LONGEST_NAME: Final = 200
 
 
 def _of_client(name: str) -> Callable[..., Any]:
-    """Return a function that calls a method of this process's client. Calls of `async_...` methods must be awaited."""
+    """Return a function that calls a method of this process's client. The caller must await `async_...` functions."""
     method = getattr(TransferQueueClient, name)
 
     @wraps(method)
@@ -47,12 +47,13 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint of the run's partitions. An existing checkpoint in the directory is replaced.
 
-    The service writes the checkpoint below its own checkpoint directory. If `checkpoint_dir` is below
-    `controller.checkpoint_dir`, the checkpoint is written to `checkpoint_dir` itself. Otherwise, the name of the
-    checkpoint is derived from the path of `checkpoint_dir`. A file in `checkpoint_dir` records the name.
+    The service always writes checkpoints below its own checkpoint directory. If `checkpoint_dir` is below
+    `controller.checkpoint_dir`, the checkpoint is written to `checkpoint_dir` itself. Otherwise, the service derives
+    the name of the checkpoint from the path of `checkpoint_dir`. A file in `checkpoint_dir` records the name of the
+    checkpoint.
 
     Args:
-        checkpoint_dir: directory of the checkpoint. It is created if it does not exist.
+        checkpoint_dir: directory of the checkpoint, which is created if necessary.
         include_storage: ignored, because the data is always included.
         metadata: values to store as "user_metadata" in `metadata.json`.
 
@@ -73,7 +74,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
-    """Replace the run's partitions with the partitions in a checkpoint.
+    """Replace the run's partitions with those in a checkpoint.
 
     Raises:
         FileNotFoundError: the directory does not contain a checkpoint.
@@ -85,7 +86,7 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
 
 
 def get_metrics_endpoint() -> str | None:
-    """Return the run's `metrics.endpoint`, "host:port". Return None if it is not set or if there is no run."""
+    """Return the run's `metrics.endpoint`, "host:port", or None if the endpoint is not set or no run exists."""
     try:
         conf = current().run.conf
     except RuntimeError:

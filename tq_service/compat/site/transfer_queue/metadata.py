@@ -1,4 +1,4 @@
-"""TransferQueue's references to samples by index (`BatchMeta`) and by key (`KVBatchMeta`), mutable and picklable."""
+"""TransferQueue's mutable, picklable references to samples by index (`BatchMeta`) and by key (`KVBatchMeta`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _IMMUTABLE: Final = (str, int, float, bytes, type(None))
 
 
 class _Batch(ABC):
-    """A batch of samples. Attributes in `_PER_SAMPLE` have one value per sample. The first identifies the samples."""
+    """A batch of samples.
+
+    Attributes listed in `_PER_SAMPLE` have one value per sample. The first of these attributes identifies the samples.
+    """
 
     _PER_SAMPLE: ClassVar[tuple[str, ...]]
 
@@ -41,14 +44,14 @@ class _Batch(ABC):
         return self.size
 
     def _reorder(self, indexes: Sequence[int]) -> None:
-        """Reorder the samples in place. `indexes` are the current positions of the samples, in the new order.
+        """Reorder the samples in place. `indexes` lists the current positions of the samples in the new order.
 
         Raises:
-            ValueError: the positions are not a permutation.
+            ValueError: `indexes` does not contain each position exactly once.
         """
         if sorted(indexes) != list(range(self.size)):
             raise ValueError(
-                f"indexes is {list(indexes)}, expected each position from 0 to {self.size - 1} exactly once"
+                f"indexes is {list(indexes)}; expected each position from 0 to {self.size - 1} exactly once"
             )
         ordered = self._of(indexes)
         for name in self._PER_SAMPLE:
@@ -70,9 +73,9 @@ class BatchMeta(_Batch):
     Attributes:
         global_indexes: indexes of the samples.
         partition_ids: the partition of each sample.
-        field_schema: for each field, its `dtype`, row `shape` (-1 for dimensions that differ between rows), `is_nested`
-            and `is_non_tensor`.
-        production_status: int8 values of shape `(n,)`: 1 if a sample has all fields, otherwise 0.
+        field_schema: `dtype`, row `shape` (-1 for dimensions that differ between rows), `is_nested` and `is_non_tensor`
+            of each field.
+        production_status: int8 array of shape `(n,)`, which contains 1 if the sample has all fields, otherwise 0.
         extra_info: additional values for the batch.
         custom_meta: one mapping per sample.
     """
@@ -106,7 +109,7 @@ class BatchMeta(_Batch):
         self.incarnations = dict(incarnations or {})
         for what in self._PER_SAMPLE[1:]:
             if (count := len(getattr(self, what))) != self.size:
-                raise ValueError(f"{what} has {count} values, expected {self.size}, one per sample")
+                raise ValueError(f"{what} has {count} values; expected {self.size}, one per sample")
 
     @classmethod
     def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
@@ -120,7 +123,7 @@ class BatchMeta(_Batch):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the batch has samples, and all samples have all fields."""
+        """Whether the batch has samples and all of them have all fields."""
         return self.size > 0 and bool((self.production_status == 1).all())
 
     @property
@@ -141,27 +144,27 @@ class BatchMeta(_Batch):
 
     def _schema(self, field_name: str) -> dict[str, Any]:
         if field_name not in self.field_schema:
-            raise KeyError(f"the batch has no field {field_name!r}; fields: {', '.join(self.field_names) or 'none'}")
+            raise KeyError(f"the batch has no field {field_name!r}; its fields are {self.field_names}")
         return self.field_schema[field_name]
 
     def get_extra_info(self, key: str, default: Any = None) -> Any:
-        """Return a value of `extra_info`, or the default if the key does not exist."""
+        """Return the value of a key of `extra_info`, or the default if the key does not exist."""
         return self.extra_info.get(key, default)
 
     def set_extra_info(self, key: str, value: Any) -> None:
-        """Set a value of `extra_info`."""
+        """Set the value of a key of `extra_info`."""
         self.extra_info[key] = value
 
     def update_extra_info(self, info_dict: Mapping[str, Any]) -> None:
-        """Set values of `extra_info`."""
+        """Set the values of several keys of `extra_info`."""
         self.extra_info.update(info_dict)
 
     def remove_extra_info(self, key: str) -> Any:
-        """Remove a key from `extra_info`. Return its value, or None if the key does not exist."""
+        """Remove a key from `extra_info`, and return the key's value, or None if the key does not exist."""
         return self.extra_info.pop(key, None)
 
     def has_extra_info(self, key: str) -> bool:
-        """Return whether `extra_info` has a key."""
+        """Return whether `extra_info` contains a key."""
         return key in self.extra_info
 
     def get_all_extra_info(self) -> dict[str, Any]:
@@ -177,7 +180,7 @@ class BatchMeta(_Batch):
         return _copied(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
-        """Merge one mapping per sample into `custom_meta`. To write the result, call `set_custom_meta` or `put`.
+        """Merge one mapping per sample into `custom_meta`. Call `set_custom_meta` or `put` to write the result.
 
         Raises:
             ValueError: the number of mappings differs from the number of samples.
@@ -185,7 +188,7 @@ class BatchMeta(_Batch):
         if custom_meta is None:
             return
         if len(custom_meta) != self.size:
-            raise ValueError(f"custom_meta has {len(custom_meta)} values, expected {self.size}, one per sample")
+            raise ValueError(f"custom_meta has {len(custom_meta)} values; expected {self.size}, one per sample")
         for mine, given in zip(self.custom_meta, custom_meta, strict=True):
             mine.update(given)
 
@@ -200,7 +203,7 @@ class BatchMeta(_Batch):
             ValueError: the number of rows differs from the number of samples.
         """
         if tensor_dict.batch_size[0] != self.size:
-            raise ValueError(f"tensor_dict has {tensor_dict.batch_size[0]} rows, expected {self.size}, one per sample")
+            raise ValueError(f"tensor_dict has {tensor_dict.batch_size[0]} rows; expected {self.size}, one per sample")
         self.field_schema.update(extract_field_schema(tensor_dict))
         if set_all_ready:
             self.production_status = np.ones(self.size, np.int8)
@@ -214,7 +217,7 @@ class BatchMeta(_Batch):
         """
         positions = [int(position) for position in sample_indices]
         if any(not 0 <= position < self.size for position in positions):
-            raise ValueError(f"positions are {positions}, expected values from 0 to {self.size - 1}")
+            raise ValueError(f"sample_indices is {positions}; expected positions from 0 to {self.size - 1}")
         return self._of(positions)
 
     def select_fields(self, field_names: Iterable[str]) -> BatchMeta:
@@ -224,7 +227,7 @@ class BatchMeta(_Batch):
         return selected
 
     def reorder(self, indices: Sequence[int]) -> None:
-        """Reorder the samples in place. The argument is a permutation of their current positions."""
+        """Reorder the samples in place. The argument lists the current positions of the samples in the new order."""
         self._reorder(indices)
 
     def copy(self) -> BatchMeta:
@@ -247,14 +250,14 @@ class BatchMeta(_Batch):
             return self._of(range(self.size)[item])
         if isinstance(item, int | np.integer):
             return self._of([range(self.size)[item]])
-        raise TypeError(f"the index has type {type(item).__name__}, expected an integer or a slice")
+        raise TypeError(f"the index is a {type(item).__name__}; expected an integer or a slice")
 
     def chunk_by_partition(self) -> list[BatchMeta]:
-        """Return one batch per partition, ordered by first appearance in this batch."""
+        """Split the batch by partition. The new batches are ordered by the first appearance of each partition."""
         return [self._of(positions) for positions in positions_of(self.partition_ids).values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
-        """Merge the fields of two batches with the same samples. For common fields, `other` takes precedence.
+        """Merge the fields of two batches with the same samples. `other` takes precedence for common fields.
 
         Raises:
             ValueError: `other` has different samples.
@@ -264,7 +267,7 @@ class BatchMeta(_Batch):
         for what in ("global_indexes", "partition_ids"):
             mine, its = getattr(self, what), getattr(other, what)
             if mine != its:
-                raise ValueError(f"{what} differ: {mine} and {its}")
+                raise ValueError(f"{what} is {its} in the other batch; expected {mine}, as in this batch")
         united = self.copy()
         united.field_schema |= copy.deepcopy(other.field_schema)
         united.production_status = united.production_status & other.production_status
@@ -277,7 +280,7 @@ class BatchMeta(_Batch):
         """Concatenate batches. Empty batches are omitted.
 
         Raises:
-            ValueError: the batches differ in fields or dtypes (checked if `validate`), or in values of `extra_info`.
+            ValueError: the batches differ in `extra_info` values or, if `validate` is True, in fields or dtypes.
         """
         parts = [part for part in data if part]
         if not parts:
@@ -285,11 +288,11 @@ class BatchMeta(_Batch):
         first = parts[0]
         for part in parts[1:] if validate else ():
             if part.field_names != first.field_names:
-                raise ValueError(f"batches differ in fields: {first.field_names} and {part.field_names}")
+                raise ValueError(f"the batches have different fields: {first.field_names} and {part.field_names}")
             for name, schema in first.field_schema.items():
                 if part.field_schema[name].get("dtype") != schema.get("dtype"):
                     raise ValueError(
-                        f"batches differ in the dtype of field {name!r}: {schema.get('dtype')} and "
+                        f"the batches have different dtypes for field {name!r}: {schema.get('dtype')} and "
                         f"{part.field_schema[name].get('dtype')}"
                     )
         return cls(
@@ -316,8 +319,8 @@ class SampleView(NamedTuple):
         global_index: index of the sample.
         partition_id: partition of the sample.
         production_status: 1 if the sample has all fields, otherwise 0.
-        custom_meta: custom_meta of the sample.
-        fields: schemas of the fields of the batch.
+        custom_meta: custom metadata of the sample.
+        fields: schema of each field in the batch.
     """
 
     global_index: int
@@ -349,10 +352,10 @@ class KVBatchMeta(_Batch):
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tags):
-            raise ValueError(f"got {len(self.keys)} keys and {len(self.tags)} tags, expected one tag per key")
+            raise ValueError(f"got {len(self.keys)} keys and {len(self.tags)} tags; expected one tag per key")
         for what, names in (("keys", self.keys), ("fields", self.fields or ())):
             if len(set(names)) != len(names):
-                raise ValueError(f"{what} contains duplicates; list each name once")
+                raise ValueError(f"{what} contains duplicate names; list each name only once")
         # Copy the values, so that changes to a part of a batch do not affect the batch.
         self.tags = _copied(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
@@ -365,7 +368,7 @@ class KVBatchMeta(_Batch):
         return replace(self, keys=keys, tags=tags)
 
     def reorder(self, indexes: Sequence[int]) -> None:
-        """Reorder the samples in place. The argument is a permutation of their current positions."""
+        """Reorder the samples in place. The argument lists the current positions of the samples in the new order."""
         self._reorder(indexes)
 
     def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
@@ -376,7 +379,7 @@ class KVBatchMeta(_Batch):
             RuntimeError: a key is not in the batch.
         """
         if unknown := set(keys_to_select) - set(self.keys):
-            raise RuntimeError(f"the batch does not have the keys {sorted(unknown)}")
+            raise RuntimeError(f"the batch lacks samples with the keys {sorted(unknown)}")
         position_of = {key: position for position, key in enumerate(self.keys)}
         return self._of([position_of[key] for key in keys_to_select])
 
@@ -385,7 +388,7 @@ class KVBatchMeta(_Batch):
         """Concatenate batches. Empty batches are omitted.
 
         Raises:
-            ValueError: the batches differ in partition, fields or values of `extra_info`.
+            ValueError: the batches differ in partition, fields or `extra_info` values.
         """
         parts = [part for part in data if part]
         if not parts:
@@ -393,9 +396,11 @@ class KVBatchMeta(_Batch):
         first = parts[0]
         for part in parts[1:]:
             if part.partition_id != first.partition_id:
-                raise ValueError(f"batches differ in partition: {first.partition_id!r} and {part.partition_id!r}")
+                raise ValueError(
+                    f"the batches have different partitions: {first.partition_id!r} and {part.partition_id!r}"
+                )
             if part.fields is not None and set(part.fields) != set(first.fields or ()):
-                raise ValueError(f"batches differ in fields: {first.fields} and {part.fields}")
+                raise ValueError(f"the batches have different fields: {first.fields} and {part.fields}")
         return cls(
             keys=[key for part in parts for key in part.keys],
             tags=[tag for part in parts for tag in part.tags],
@@ -423,7 +428,7 @@ def schema_of(dtype: Any, shape: Any, *, is_nested: bool = False, is_non_tensor:
 
 
 def _common_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the common shape, with -1 in dimensions where the shapes differ."""
+    """Return the common shape, with -1 for each dimension whose size varies."""
     return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
 
 
@@ -441,7 +446,7 @@ def _merged_extra_info(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for info in infos:
         for key, value in info.items():
             if key in merged and not _is_same(merged[key], value):
-                raise ValueError(f"batches differ in extra_info {key!r}: {merged[key]!r} and {value!r}")
+                raise ValueError(f"the batches have different extra_info {key!r}: {merged[key]!r} and {value!r}")
             merged[key] = value
     return merged
 
@@ -455,7 +460,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _copied(rows: Sequence[Any]) -> list[Any]:
-    """Return deep copies of tags. Dicts with immutable values, the most common case, are copied quickly."""
+    """Return deep copies of tags, with a fast path for dicts with immutable values, the most common case."""
     return [
         {name: value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value) for name, value in row.items()}
         if type(row) is dict
@@ -465,7 +470,7 @@ def _copied(rows: Sequence[Any]) -> list[Any]:
 
 
 def positions_of(names: Sequence[str]) -> dict[str, list[int]]:
-    """Return the positions of each name, ordered by first occurrence."""
+    """Return the positions of each name. Names are ordered by first occurrence."""
     positions: dict[str, list[int]] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, []).append(position)

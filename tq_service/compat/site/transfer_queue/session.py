@@ -1,4 +1,4 @@
-"""The session of this process in a run. `init` starts or joins a run, and `close` leaves or ends the run."""
+"""The session of this process. `init` starts or joins a run, and `close` leaves or ends the run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ ACTOR_NAMESPACE: Final = "transfer_queue"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """The participation of a process in a run.
+    """A process's membership in a run.
 
     Attributes:
         run: state shared by all processes of the run.
         client: client for the service.
-        controller: controller of the run, which is a `TransferQueueController` or a Ray handle to a
-            `TransferQueueController`.
+        controller: controller of the run: a `TransferQueueController`, or a Ray handle to one.
         call: function that calls a method of the controller by name, with the given arguments.
         ray: the `ray` module if the controller is an actor, otherwise None.
         is_owner: whether this process started the run.
@@ -56,11 +55,11 @@ def init(conf: Any = None) -> Any:
     """Start a run, or join an existing run. In a Ray cluster, there is one run per cluster.
 
     Args:
-        conf: configuration of the run, as a dict or DictConfig; see config.yaml. Ignored if a run already exists.
+        conf: configuration of the run, as a dict or DictConfig (see config.yaml). Ignored if a run already exists.
 
     Returns:
-        The configuration of a new run, with defaults, address and namespace. If the process joined an existing run,
-        `conf`.
+        The configuration of a new run, including defaults, address and namespace. If the process joins an existing run,
+        `conf` is returned unchanged.
 
     Raises:
         ValueError: the configured sampler is invalid.
@@ -91,7 +90,7 @@ def current(*, joins: bool = True) -> Session:
 def close() -> None:
     """Leave the run, or end it if this process started it.
 
-    Ending the run clears its namespace, and stops the service if it was started for the run.
+    Ending the run clears its namespace and stops the service if the run started it.
     """
     global _session
     with _changing:
@@ -167,7 +166,7 @@ def _end(session: Session) -> None:
             for partition in client.get_partition_list():
                 client.clear_partition(partition)
         except tq.TqError as error:
-            _log.warning("could not clear the partitions of namespace %r: %s", run.namespace, error)
+            _log.warning("could not clear the partitions in namespace %r: %s", run.namespace, error)
         finally:
             client.close()
     ray = session.ray
@@ -190,7 +189,7 @@ def _run_of(conf: Any, *, in_cluster: bool) -> Run:
 
 
 def _with_defaults(conf: Any) -> Any:
-    """Add defaults from config.yaml to the configuration. Without OmegaConf, return an unchanged copy."""
+    """Add defaults from config.yaml to the configuration. If OmegaConf is not installed, return an unchanged copy."""
     try:
         from omegaconf import OmegaConf  # noqa: PLC0415  (programs without it pass dicts)
     except ImportError:
@@ -200,7 +199,7 @@ def _with_defaults(conf: Any) -> Any:
 
 
 def _sampler_of(given: Any) -> BaseSampler:
-    """Return the sampler specified by a name, a class or an instance.
+    """Return the sampler specified as a name, a class or an instance.
 
     Raises:
         ValueError: `given` is not a sampler.

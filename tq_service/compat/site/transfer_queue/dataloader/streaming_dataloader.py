@@ -12,15 +12,15 @@ _PREFETCHED_BATCHES = 2
 
 
 class StreamingDataLoader(data.StreamingDataLoader[Any]):
-    """A loader that iterates over a dataset once. A thread or worker processes prefetch the batches.
+    """A loader that iterates over a dataset once. Batches are prefetched by a thread or by worker processes.
 
     Args:
         dataset: the dataset to iterate over.
         num_workers: number of worker processes. If 0, a thread prefetches the batches.
-        collate_fn: function called with each micro-batch and its meta. The loader yields the result of the function.
+        collate_fn: function called with each micro-batch and its meta. The loader yields the function's results.
         pin_memory: whether to copy tensors to page-locked memory.
         worker_init_fn: ignored, because workers only fetch data.
-        multiprocessing_context: multiprocessing context for starting the workers.
+        multiprocessing_context: multiprocessing context used to start the workers.
         prefetch_factor: number of batches that each worker prefetches. Defaults to 2.
         persistent_workers: whether to keep worker processes alive between iterations.
         pin_memory_device: ignored.

@@ -25,11 +25,11 @@ _FIRST_PAUSE_SECONDS: Final = 0.01
 TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL: Final = float(
     os.environ.get("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", "1")
 )
-"""Maximum seconds between two checks for a batch. If samples become ready, the next check is earlier."""
+"""Maximum seconds between two checks for a batch. The next check is earlier if samples become ready."""
 
 
 class StreamingDataset(data.StreamingDataset[Any]):
-    """The micro-batches for one rank and its replicas, in the run that this process has joined.
+    """A dataset that yields the micro-batches of one rank and its replicas in the current run.
 
     Args:
         config: ignored, because the configuration of the run applies.
@@ -38,16 +38,16 @@ class StreamingDataset(data.StreamingDataset[Any]):
         data_fields: fields to fetch. A sample is ready once it has all of these fields.
         partition_id: the partition to read.
         task_name: the task that consumes the samples.
-        dp_rank: number of the rank. All replicas of a rank have the same number.
-        should_check_consumption_status: whether to end once all samples are consumed. If False, wait indefinitely for
-            more samples.
+        dp_rank: data-parallel rank. All replicas of a rank pass the same number.
+        should_check_consumption_status: whether iteration ends once all samples are consumed. If False, iteration waits
+            indefinitely for more samples.
         fetch_batch_fn: function to use instead of `default_fetch_batch_fn`, called with the same keyword arguments.
         process_batch_fn: function to use instead of `chunk_batch_fn`, called with the batch, its meta, and
             `micro_batch_size` as a keyword argument.
 
     Attributes:
         config, batch_size, micro_batch_size, data_fields, task_name, dp_rank, should_check_consumption_status,
-            fetch_batch_fn, process_batch_fn: the arguments with these names.
+            fetch_batch_fn, process_batch_fn: values of the constructor arguments with these names.
         sampling_config: the `sampling_config` passed to `fetch_batch_fn`.
 
     Raises:
@@ -98,13 +98,13 @@ class StreamingDataset(data.StreamingDataset[Any]):
 
     @property
     def buffer(self) -> list[tuple[Any, Any]]:
-        """The batches fetched so far. After `reset`, they are replayed."""
+        """The batches fetched so far. After `reset`, these batches are replayed."""
         return self.get_buffer()
 
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """The function that the loader calls to fetch a batch. It calls the user's function or the default function."""
+    """A function that the loader calls to fetch a batch, based on the user's fetch function or the default."""
 
     fetch_batch_fn: Callable[..., Any]
     sampling_config: Mapping[str, Any]
@@ -112,8 +112,9 @@ class FetchBatch:
     def __call__(self, *, client: TransferQueueClient, batch_index: int, finite: bool, **asked: Any) -> Any:
         """Return a batch and its meta. The batch is None if the data has ended or no batch is ready yet.
 
-        A finite pass checks for a batch immediately, and again after pauses that double each time. It checks often,
-        because other ranks may claim the last samples at any time. A late replica still receives its last batch.
+        A finite pass checks for a batch immediately, and then after pauses that double each time. Frequent checks are
+        necessary because other ranks may claim the last samples at any time. A late replica still receives its last
+        batch.
         """
         pause, pauses_until = 0.0, time.monotonic() + TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL
         if not finite:
@@ -159,14 +160,16 @@ def default_fetch_batch_fn(
 def chunk_batch_fn(
     td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1
 ) -> list[tuple[TensorDict, BatchMeta]]:
-    """Split a batch into parts with `micro_batch_size` rows, and return them with their meta. The last may be smaller.
+    """Split a batch into micro-batches, each with its meta.
+
+    Each micro-batch has `micro_batch_size` rows, except that the last micro-batch may be smaller.
 
     Raises:
         ValueError: the batch has fewer than `micro_batch_size` rows.
     """
     if not 1 <= micro_batch_size <= len(td):
         raise ValueError(
-            f"micro_batch_size is {micro_batch_size}, expected 1 to {len(td)}, the number of rows in the batch"
+            f"micro_batch_size is {micro_batch_size}; expected 1 to {len(td)}, the number of rows in the batch"
         )
     flat, rows = flatten(td), np.arange(len(td))
     parts = [rows[start : start + micro_batch_size] for start in range(0, len(td), micro_batch_size)]

@@ -1,8 +1,8 @@
-"""TransferQueue's samplers. The service implements the built-in samplers. Users' samplers run in the controller.
+"""TransferQueue's samplers. The service implements the built-in samplers. Custom samplers run in the run's controller.
 
-A user's sampler is a subclass of `BaseSampler` with a method `sample`, which is called for one batch at a time. In a
-Ray cluster, the actor shared by all processes of the run calls this method. Otherwise, the process that requests the
-batch calls it.
+A custom sampler is a subclass of `BaseSampler` whose method `sample` is called for one batch at a time. In a Ray
+cluster, the actor shared by all processes of the run calls `sample`. Otherwise, the process that requests the batch
+calls `sample`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _log = logging.getLogger(__name__)
 
 
 class BaseSampler(ABC):
-    """Base class of samplers. A sampler chooses the samples of a batch, and the samples that the batch consumes.
+    """Base class of samplers. A sampler chooses the samples to return as a batch, and the samples to consume.
 
     Until a partition is cleared, `_states` stores the choices by partition, task, rank and batch, so that a rank can
     repeat a request.
     """
 
     claim: ClassVar[Callable[[Any, int, Config], dict[str, Any]] | None] = None
-    """Method that returns arguments for the client's `get_meta`. None if the service does not implement the sampler."""
+    """Method that returns arguments for the client's `get_meta`. None if the service does not provide the sampler."""
 
     def __init__(self) -> None:
         self._states: dict[str, dict[str, dict[Any, dict[Any, Any]]]] = {}
 
     @abstractmethod
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Return the samples of a batch, and the samples that it consumes. Return two empty lists if too few are ready.
+        """Return the samples of a batch and the samples to consume, or two empty lists if too few samples are ready.
 
         Args:
             ready_indexes: indexes of samples that have all requested fields and that the task has not consumed.
             batch_size: number of samples in the batch.
             *args: unused.
             **kwargs: `partition`, an object with `partition_id` and `get_custom_meta(indexes)`, which returns a dict
-                with the custom_meta of samples. Also `task_name`, `partition_id`, `dp_rank` and `batch_index`, if they
-                are in the `sampling_config` of the call.
+                with the custom_meta of samples. The arguments `task_name`, `partition_id`, `dp_rank` and `batch_index`
+                are also passed if the `sampling_config` of the call contains them.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sampled:
@@ -52,13 +52,13 @@ class BaseSampler(ABC):
         return self.sample(*args, **kwargs)
 
     def has_cached_result(self, partition_id: str, task_name: str, sampling_config: Config | None = None) -> bool:
-        """Return whether `_states` already contains the batch that a rank requests."""
+        """Return whether `_states` already contains the batch requested by a rank."""
         config = sampling_config or {}
         known = self._states.get(partition_id, {}).get(task_name, {}).get(config.get("dp_rank"), {})
         return config.get("batch_index") in known
 
     def clear_cache(self, partition_id: str) -> None:
-        """Drop the choices stored for a partition."""
+        """Discard the choices stored for a partition."""
         self._states.pop(partition_id, None)
 
     def save_checkpoint(self) -> dict[str, Any]:
@@ -75,7 +75,10 @@ class BaseSampler(ABC):
         return tasks.setdefault(task_name, {}).setdefault(dp_rank, {})
 
     def _recalled(self, batches: dict[Any, Sampled], batch_index: Any, choose: Callable[[], Indexes]) -> Sampled:
-        """Return the stored choice for a batch, or make and store a new choice. Two empty lists mean no choice."""
+        """Return the stored choice for a batch, or make a choice and store it.
+
+        If no choice is possible, return two empty lists.
+        """
         if batch_index not in batches and (chosen := choose()):
             batches[batch_index] = chosen, list(chosen)
         sampled, consumed = batches.get(batch_index, ((), ()))
@@ -83,21 +86,21 @@ class BaseSampler(ABC):
 
 
 class SequentialSampler(BaseSampler):
-    """A sampler that chooses the first ready samples."""
+    """A sampler that chooses ready samples in the order received."""
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
         """Return the `get_meta` arguments that claim the next samples."""
         return {"batch_size": batch_size}
 
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Return the first `batch_size` ready samples, or fewer if fewer are ready."""
+        """Return up to `batch_size` ready samples, in the given order."""
         return ready_indexes[:batch_size], ready_indexes[:batch_size]
 
 
 class RankAwareSampler(BaseSampler):
     """A sampler that chooses the next samples for each batch of a rank.
 
-    All replicas of the rank get the same samples.
+    All replicas of a rank get the same samples.
     """
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
@@ -115,10 +118,10 @@ class RankAwareSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return the first ready samples. If the rank repeats its request, return the previous choice.
+        """Return the first `batch_size` ready samples. If the rank repeats its request, return its previous samples.
 
         Raises:
-            ValueError: the rank is negative, or the rank or the batch index is missing.
+            ValueError: `dp_rank` is missing or negative, or `batch_index` is missing.
         """
         claim_name({"dp_rank": dp_rank, "batch_index": batch_index})
         batches = self._batches(partition_id, task_name, dp_rank)
@@ -127,20 +130,20 @@ class RankAwareSampler(BaseSampler):
 
 
 class GRPOGroupNSampler(BaseSampler):
-    """A sampler that chooses complete groups of n samples with consecutive indexes.
+    """A sampler that chooses complete groups of samples with consecutive indexes.
 
     Args:
-        n_samples_per_prompt: group size n.
+        n_samples_per_prompt: group size.
     """
 
     def __init__(self, n_samples_per_prompt: int = 1) -> None:
         super().__init__()
         if n_samples_per_prompt < 1:
-            raise ValueError(f"n_samples_per_prompt is {n_samples_per_prompt}, expected at least 1")
+            raise ValueError(f"n_samples_per_prompt is {n_samples_per_prompt}; expected at least 1")
         self.n_samples_per_prompt = n_samples_per_prompt
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return the `get_meta` arguments that claim complete groups. A repeated request returns the same groups."""
+        """Return the `get_meta` arguments that claim complete groups. Repeated requests return the same groups."""
         named = {} if config.get("dp_rank") is None else {"claim_name": claim_name(config)}
         return {"batch_size": batch_size, "sampler": "grpo_group_n", "sampler_config": self._groups(), **named}
 
@@ -156,7 +159,7 @@ class GRPOGroupNSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return complete groups, sorted by index. If a rank repeats its request, return the previous choice.
+        """Return complete groups, sorted by index. If a rank repeats its request, return its previous groups.
 
         Raises:
             ValueError: `batch_size` is not a multiple of the group size.
@@ -169,7 +172,7 @@ class GRPOGroupNSampler(BaseSampler):
 
     def _take_groups(self, ready_indexes: Indexes, count: int) -> Indexes:
         if count % self.n_samples_per_prompt:
-            raise ValueError(f"batch_size is {count}, expected a multiple of n_samples_per_prompt ({self._groups()})")
+            raise ValueError(f"batch_size is {count}; expected a multiple of n_samples_per_prompt ({self._groups()})")
         taken: Indexes = []
         run: Indexes = []
         for index in sorted(ready_indexes):  # groups are runs of consecutive indexes
@@ -181,7 +184,7 @@ class GRPOGroupNSampler(BaseSampler):
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """A sampler that chooses complete groups for all ranks at once, and balances token counts (`total_lengths`).
+    """A sampler that chooses complete groups for all ranks at once and balances their token counts (`total_lengths`).
 
     Args:
         n_samples_per_prompt: number of samples per group.
@@ -191,7 +194,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1) -> None:
         super().__init__(n_samples_per_prompt)
         if dp_size < 1:
-            raise ValueError(f"dp_size is {dp_size}, expected at least 1")
+            raise ValueError(f"dp_size is {dp_size}; expected at least 1")
         self.dp_size = dp_size
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
@@ -211,7 +214,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return the share of the requesting rank. Store the shares of the other ranks for later requests."""
+        """Return the requesting rank's share of the samples. Store the shares of the other ranks for later requests."""
         rank, batch_index = kwargs.get("dp_rank") or 0, kwargs.get("batch_index") or 0
         batches = self._batches(partition_id, task_name, rank)
         if batch_index not in batches:
@@ -225,7 +228,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
             return []
         if partition is None:
             _log.warning(
-                "SeqlenBalancedSampler received no partition, so it assigned equal numbers of samples to the ranks, in "
+                "SeqlenBalancedSampler received no partition, so it assigned equal numbers of samples to the ranks in "
                 "order"
             )
             return [taken[at : at + batch_size] for at in range(0, len(taken), batch_size)]
@@ -237,20 +240,20 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
 
 
 def service_samples(sampler: BaseSampler) -> bool:
-    """Return whether the service implements the sampler, as it does for the four built-in classes."""
+    """Return whether the service implements the sampler, which is the case for the four built-in samplers."""
     return type(sampler) in (SequentialSampler, RankAwareSampler, GRPOGroupNSampler, SeqlenBalancedSampler)
 
 
 def claim_name(config: Config) -> str:
-    """Return the name for a rank's claim on a batch.
+    """Return the name of a rank's claim on a batch.
 
     Raises:
-        ValueError: dp_rank or batch_index is missing, or dp_rank is negative.
+        ValueError: `dp_rank` is missing or negative, or `batch_index` is missing.
     """
     rank, batch = config.get("dp_rank"), config.get("batch_index")
     if rank is None or batch is None or rank < 0:
         raise ValueError(
-            f"sampling_config has dp_rank {rank} and batch_index {batch}; expected both to be set, and dp_rank to be "
-            "at least 0"
+            f"dp_rank is {rank} and batch_index is {batch} in sampling_config; expected dp_rank to be at least 0 and "
+            "batch_index to be set"
         )
     return f"rank {rank}, batch {batch}"

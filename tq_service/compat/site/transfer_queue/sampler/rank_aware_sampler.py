@@ -1,4 +1,4 @@
-"""Replacement for TransferQueue's module with this name."""
+"""Drop-in replacement for TransferQueue's `sampler.rank_aware_sampler` module."""
 
 from transfer_queue.sampler import RankAwareSampler
 

@@ -1,4 +1,4 @@
-"""Names that programs import from TransferQueue's storage. The service stores the data and needs no configuration."""
+"""Names that programs import from TransferQueue's storage package. The service itself stores the data."""
 
 from transfer_queue.storage.simple_storage import SimpleStorageUnit, StorageKeyNotFoundError
 

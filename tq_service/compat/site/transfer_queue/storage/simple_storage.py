@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 
 class StorageKeyNotFoundError(KeyError):
-    """Raised if a sample was cleared before its data was read. Programs that clear and read concurrently catch it."""
+    """Raised if a sample was cleared before its data was read. Programs that clear concurrently catch this error."""
 
 
 class SimpleStorageUnit:
@@ -14,12 +14,12 @@ class SimpleStorageUnit:
 
     @classmethod
     def options(cls, **options: Any) -> type[SimpleStorageUnit]:
-        """Return the class itself. Options are ignored."""
+        """Return this class and ignore the options."""
         return cls
 
     @classmethod
     def remote(cls, *arguments: Any, **keywords: Any) -> NoReturn:
         """Raise RuntimeError, because there are no storage units."""
         raise RuntimeError(
-            "storage units do not exist, since the service at controller.address stores the data. Do not create them"
+            "cannot create a storage unit, because the service at controller.address stores the data. Remove this call"
         )

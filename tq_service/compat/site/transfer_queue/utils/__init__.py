@@ -1,1 +1,1 @@
-"""Names that recipes import from TransferQueue's `utils`."""
+"""Names that training recipes import from TransferQueue's `utils` package."""
