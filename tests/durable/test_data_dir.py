@@ -183,5 +183,5 @@ def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataDirError, match=r"could not use .*: .* Use a directory that this user can write to"):
         DataDir.open(tmp_path / "file")
-    with pytest.raises(DataDirError, match="could not use .*: Not a directory"):
+    with pytest.raises(DataDirError, match=r"could not use .*: Not a directory"):
         DataDir.open(tmp_path / "file" / "data")

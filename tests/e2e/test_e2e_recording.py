@@ -230,7 +230,7 @@ def test_a_replay_refuses_what_it_has_not(tmp_path: Path) -> None:
         with pytest.raises(tq.errors.InvalidArgumentError, match="the request comes from a queue worker"):
             client.get_meta(data_fields=["text"], **claim)
         ranked = {"dp_rank": 0, "batch_index": 0, "data_fields": ["text"]}
-        with pytest.raises(tq.errors.RankDisagreementError, match="planned for 2 ranks. Set dp_size to 2"):
+        with pytest.raises(tq.errors.RankDisagreementError, match=r"planned for 2 ranks\. Set dp_size to 2"):
             client.get_meta(dp_size=3, **ranked, **claim)
         with pytest.raises(
             tq.errors.FieldNotFoundError, match=r"field 'texts' was not recorded; .* have the fields half, ids"

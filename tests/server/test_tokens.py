@@ -139,7 +139,7 @@ def test_appending_keeps_what_is_there_and_its_mode(tmp_path: Path) -> None:
 
 def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokens.toml"
-    with pytest.raises(InvalidArgumentError, match="could not read the tokens file .*: No such file"):
+    with pytest.raises(InvalidArgumentError, match=r"could not read the tokens file .*: No such file"):
         read_tokens(path)
     path.write_bytes(b"\xff\xfe")
     path.chmod(0o600)

@@ -603,7 +603,10 @@ def to_tensordict(columns: Mapping[str, Any], row_count: int | None) -> TensorDi
 
 
 def object_stack(rows: Sequence[Any]) -> Any:
-    """Return rows of objects as a TensorDict field. Support zero rows, although tensordict 0.10 has no empty stack."""
+    """Return rows of objects as a TensorDict field.
+
+    Zero rows are supported, although tensordict 0.10 has no empty stack.
+    """
     from tensordict import NonTensorData, NonTensorStack  # noqa: PLC0415  (optional, slow to import)
 
     if not rows:

@@ -177,7 +177,7 @@ class Batches:
     Attributes:
         rows: rows of all batches, concatenated.
         others: for each batch, its serial number and index, and the sizes, steps, consumed rows, dropped rows and
-        totals of its plan.
+            totals of its plan.
     """
 
     batch_spec: BatchSpec

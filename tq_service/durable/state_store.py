@@ -200,7 +200,7 @@ class StateStore:
 
         Args:
             catalog: catalog that receives the recovered partitions and recorded answers. None if the service has no
-            controller.
+                controller.
             puts: journal that receives the recovered puts. None if the service has no storage engine.
 
         Raises:
@@ -477,7 +477,7 @@ class StateStore:
 
         Args:
             contents: function that returns the snapshot's contents, called in the event-loop step that takes the
-            snapshot. If None, the service's current state is written.
+                snapshot. If None, the service's current state is written.
             appear: function called when the snapshot is durable, before the next snapshot can be taken.
 
         Raises:

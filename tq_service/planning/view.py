@@ -373,7 +373,7 @@ class Scan:
             watch: object that records row changes during the scan. None if the scan runs in a single event-loop step.
             look_past: number of ready rows to skip at the start and leave to other claims.
             of: kind of rows to find. "ready" finds ready rows. "left" finds all unconsumed rows, whether or not they
-            are ready. "evictable" finds rows that a claim may evict because `where` excludes them.
+                are ready. "evictable" finds rows that a claim may evict because `where` excludes them.
         """
         self._key: ScanKey = rows.key
         self._mask: Callable[[Rows], NDArray[np.bool_]] = rows.ready

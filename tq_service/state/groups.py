@@ -334,11 +334,13 @@ class GroupTable:
 
         Raises:
             InvalidArgumentError: a group's size or a rollout's group differs from an earlier put, or `group_size` is
-            negative.
+                negative.
             PreconditionError: a group or rollout is closed, or a group would have too many members.
         """
         if group_size < 0:
-            raise InvalidArgumentError(f"group_size is {group_size}; expected a positive number", field="group_size")
+            raise InvalidArgumentError(
+                f"group_size is {group_size}; expected 0 or a positive number", field="group_size"
+            )
         named, named_rollouts = CheckedNames.of(groups, self.slot_of, self.members), None
         codes = begun = named.codes
         if any(rollouts):

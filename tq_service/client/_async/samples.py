@@ -153,7 +153,7 @@ class AsyncSampleCalls(AsyncBase):
             state: the state of the samples: "live" (default for new samples), "held" or "failed".
             fenced: whether to reject the put if the samples come from a leased claim and this worker no longer holds
                 the lease. If False, the put may overwrite newer data from another worker.
-            ack: whether to also acknowledge the samples, so that the data and the acknowledgment become durable
+            ack: whether to also acknowledge the samples, so that the data and acknowledgement become durable
                 together. `target` must be a leased claim or part of a leased claim; see `ack`. Held samples become live
                 unless `state` is set.
             return_meta: "written" returns the metadata written by this put. "all" returns all current metadata of the

@@ -166,7 +166,7 @@ class ClaimCalls(Base):
         """Claim a batch as a trainer rank (with `dp_rank`, `dp_size` and `batch_index`) or as a queue worker.
 
         If a rank repeats the call, the same batch is returned again. If a queue worker's call is cancelled or times
-        out, the claim is released, unless it has a name.
+        out, the claim is released unless it has a `claim_name`.
 
         Args:
             partition_id: the partition. The call waits for the partition if it does not exist yet.
@@ -188,21 +188,21 @@ class ClaimCalls(Base):
                 will be used soon.
             drop_last: whether to drop the last batch if it is incomplete.
             where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
-                claimed. The operators are ==, !=, <, <=, >, >= and "in" (with a list of values). The value for <, <=, >
-                and >= can also be a `Published`.
+                claimed. The operators are ==, !=, <, <=, >, >= and "in" (with a list of values). With <, <=, > and >=,
+                the value can also be a `Published` object.
             order_by: custom_meta columns by which to sort the ready samples. "-column" sorts in descending order.
             finite: whether to return the status "end" when all samples inserted so far are consumed, even if the
                 partition is not sealed.
             incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
             epoch: expected epoch of the task. Each reset starts a new epoch. If None, any epoch is accepted.
-            lease: for queue workers, the seconds after which other workers can claim samples that have not been
-                acknowledged; at most one day. See `ack`. If None, samples are consumed when they are delivered.
+            lease: for queue workers, the number of seconds before other workers can claim unacknowledged samples, up to
+                one day. See `ack`. If None, samples are consumed when they are delivered.
             max_deliveries: with `lease`, the number of deliveries after which an unacknowledged sample is
                 dead-lettered. A dead-lettered sample is not delivered again in this epoch, and counts as skipped.
                 Unlimited by default.
             claim_name: for queue workers, a name for the claim, such as "rank0/batch3". The first call with a name
                 claims the next samples. Until the task's epoch ends, further calls with this name from any process
-                return the same samples. Their arguments must be the same.
+                return the same samples. All calls with the same name must pass the same arguments.
             max_uses: number of deliveries to the task after which a sample is consumed. Until then, later batches may
                 include the sample again. With a lease, only acknowledged deliveries count. Defaults to the sampler's
                 setting, or to 1.
@@ -211,12 +211,12 @@ class ClaimCalls(Base):
                 batch is returned. Samplers that keep groups together evict entire groups. Held, leased and delivered
                 samples, and groups that contain such a sample, are never evicted.
             least_members: minimum number of members that a complete group must still have after some members have
-                failed or been cleared. Smaller groups are evicted too. Requires `unmatched="fail"` or `"clear"`. By
-                default, there is no minimum.
+                failed or been cleared. Groups with fewer members are also evicted. Requires `unmatched="fail"` or
+                `"clear"`. By default, there is no minimum.
             refill: `(partition_id, task_name)` of the task that regenerates evicted units, for example the rollout task
-                and its partition of prompts. Every eviction makes a sample claimable again for this task. The key of
-                this sample is the name of the evicted group, or the key of the evicted sample. `take_evicted` returns
-                the outcome.
+                and its prompt partition. Every eviction makes one sample of this task claimable again: the sample whose
+                key is the name of the evicted group or the key of the evicted sample. `take_evicted` returns the
+                outcome of each refill.
             max_refills: maximum number of times that each sample becomes claimable again in one epoch of the
                 regenerating task.
             totals: for ranks, up to 4 numeric custom_meta columns to sum over the batches of all ranks. Every sample in
@@ -224,39 +224,40 @@ class ClaimCalls(Base):
             held: for rollout workers, with `lease`: whether to claim held samples, which are slots lost by other
                 workers, instead of live samples. With `held`, `data_fields` may be empty.
             admit: for rollout workers, with `lease`: slots to create in another partition, atomically with the claim.
-                The slots are returned in `BatchMeta.admitted`. The call waits for prompts with keys, and for capacity
-                for the slots of `min_batch_size` prompts. Prompts and slots share one lease, so extending either lease
-                extends both. A prompt is acknowledged together with its last slot. Releasing a prompt removes its
-                slots.
+                The slots are returned in `BatchMeta.admitted`. The call waits until prompts with keys are ready and
+                there is capacity for the slots of `min_batch_size` prompts. Prompts and slots share one lease, so
+                extending either lease extends both. A prompt is acknowledged together with its last slot. Releasing a
+                prompt removes its slots.
             not_before_version: version of `policy` that must be published before the batch is planned. The call waits
-                for this version just as it waits for samples. If None, the call does not wait for a version.
+                for this version in the same way as for samples. If None, the call does not wait for a version.
             policy: name of the policy for `not_before_version`, within the client's namespace.
             max_wait: maximum seconds to wait for a batch. After this time, the status is "not_yet".
-            explain: whether a result with status "not_yet" includes the reason (`BatchMeta.reason` and `waiting_for`).
-                To determine the reason, the service scans all samples of the partition. If None, the reason is included
-                only after a wait of 10 s or more.
+            explain: whether a result with the status "not_yet" includes the reason (`BatchMeta.reason` and
+                `waiting_for`). To determine the reason, the service scans all samples of the partition. If None, the
+                reason is included only after a wait of 10 s or more.
             on_wait: function called with the reason after 10 s of waiting and every minute after that, unless `explain`
                 is False. An exception raised by the function ends the call. By default, a warning is logged.
             timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Returns:
-            The batch. Check its `status` first, which is "batch", "not_yet" or "end". With `batch_count`, a list of one
-            or more batches in order. The last batch may have the status "end". If no batch is ready, the list contains
-            a single batch with the status "not_yet".
+            The batch. Check the `status` of the batch first: "batch", "not_yet" or "end". With `batch_count`, the
+            result is a list of one or more batches in order. The last batch may have the status "end". If no batch is
+            ready, the list contains a single batch with the status "not_yet".
 
         Raises:
-            InvalidArgumentError, MissingLengthError: an argument is invalid, or a sample has no length for the sampler.
-            PreconditionError: ranks, or calls with the same `claim_name`, pass different arguments. Also raised if the
-                partition was cleared, or the incarnation or epoch is stale.
+            InvalidArgumentError, MissingLengthError: an argument is invalid, or a sample lacks the length that the
+                sampler needs.
+            PreconditionError: ranks, or calls with the same `claim_name`, passed different arguments; or the partition
+                was cleared, or the incarnation or epoch is stale.
             LeaseExpiredError: the call is a retry or repeats a `claim_name`, and the lease granted to the first call
                 has expired.
             ClaimReleasedError, SamplesClearedError: the call is a retry or repeats a `claim_name`, and the samples
                 claimed by the first call were released or cleared.
             PartitionNotFoundError, PolicyNotFoundError, AdmissionLimitError, AlreadyExistsError: raised with `admit`,
-                for the reasons documented in `acquire`. AlreadyExistsError is also raised if a group already has the
-                name of a prompt. No prompt is claimed.
-            BatchForgottenError: the batch is too old. Of batches that do not consume their samples, the service stores
-                only the latest.
+                for the reasons documented in `acquire`. AlreadyExistsError is also raised if a group with the name of a
+                prompt already exists. After any of these errors, no prompt is claimed.
+            BatchForgottenError: the batch is too old. If batches do not consume their samples, the service stores only
+                the latest batches.
             TaskNotFoundError: the task is not in the list of tasks with which the partition was created.
             SamplerError: the sampler failed.
             SamplerTimeoutError: the sampler did not return in time.
@@ -330,7 +331,7 @@ class ClaimCalls(Base):
         return [meta, *more]
 
     get_meta = claim
-    """TransferQueue's name for `claim`."""
+    """Alias of `claim` under TransferQueue's name."""
 
     def _poll(
         self,
@@ -340,7 +341,7 @@ class ClaimCalls(Base):
         explain: bool | None,
         on_wait: Callable[[WaitReason], object] | None,
     ) -> pb.GetMetaResponse:
-        """Call repeatedly until a batch is available or `max_wait` has passed, and return the response.
+        """Repeat the call until a batch is available or `max_wait` has passed, and return the response.
 
         The server may limit the wait of each call, so several calls may be needed.
         """
@@ -373,7 +374,7 @@ class ClaimCalls(Base):
         """Return the reasons why claims on a partition are waiting. Calls with equal arguments share one reason.
 
         Args:
-            partition_id: the partition. It need not exist yet.
+            partition_id: the partition, which need not exist yet.
             task_name: the task whose claims to explain. Defaults to all tasks.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
         """
@@ -407,36 +408,36 @@ class ClaimCalls(Base):
         """Create slots for samples to be generated. A slot is a held sample without data that is leased to this worker.
 
         Slots count towards the admission limits of their partition. Slots and puts of new samples wait for capacity in
-        order of arrival. To fill the slots, call `put(slots, data, ack=True)`, which makes them live. Extend the lease
-        if the work takes long. Releasing a slot without data removes the slot. A call that fails or is cancelled may
-        have created slots. These slots are lost when their lease expires.
+        order of arrival. To fill the slots, call `put(slots, data, ack=True)`, which makes them live. If the work takes
+        a long time, extend the lease. Releasing a slot without data removes the slot. A call that fails or is cancelled
+        may have created slots. These slots are lost when their lease expires.
 
         Args:
             partition_id: the partition, which must exist.
             task_name: the task that the rollout workers run.
-            count: number of slots. Defaults to the length of `keys`, `rollouts` or `custom_meta`, or of `groups` times
-                `group_size`; otherwise to 1.
+            count: number of slots. Defaults to the length of `keys`, `rollouts` or `custom_meta`, to the number of
+                `groups` times `group_size`, or to 1.
             keys: unique keys, one per slot.
             groups: names of new groups. `group_size` slots are created per group.
             group_size: number of members per group.
             rollouts: the rollout of each slot (see `put`), in the order of the members of `groups`. Without `groups`, a
-                slot of an existing rollout joins the group of this rollout.
+                slot of an existing rollout joins that rollout's group.
             custom_meta: custom_meta of each slot; see `put`.
-            lease: seconds after which slots that are still held are lost; at most one day.
+            lease: number of seconds after which slots that are still held are lost, up to one day.
             on_lost: handling of lost slots. "requeue" lets other workers claim the slots with `claim(held=True)` and
                 continue from their data. "fail" marks the slots as failed. "remove" removes the slots.
             policy: the policy whose published version is stored as `start_version` in the custom_meta of the slots.
-                Defaults to the policy of the admission with a `max_staleness`. If there is no such admission,
-                `start_version` is not set.
+                Defaults to the policy of the partition's admission that sets `max_staleness`. If there is no such
+                admission, `start_version` is not set.
             holding: samples from one of this worker's leased claims, such as the prompt of the slots, or the rollout
                 turn that the slots continue. If the worker has lost its lease on these samples, no slots are created.
-            ack: whether to acknowledge the samples of `holding` atomically with creating the slots. Use this if, for
-                example, a prompt is done once it has slots.
+            ack: whether to acknowledge the samples of `holding` atomically with creating the slots. Use this option if,
+                for example, a prompt is finished once its slots exist.
             max_wait: maximum seconds to wait for capacity. After this time, the status is "not_yet".
             timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Returns:
-            The slots as a leased batch. Check its `status` first, which is "batch", "not_yet", or "end" if the
+            The slots as a leased batch. Check the `status` of the batch first: "batch", "not_yet", or "end" if the
             partition is sealed.
 
         Raises:
@@ -506,8 +507,8 @@ class ClaimCalls(Base):
         acknowledged, marked as failed or cleared are ignored.
 
         Args:
-            metadata: the batch returned by `claim(lease=...)`, or a part of it (`select_samples`, `chunk`). If the
-                batch consists of complete groups, a part must not split a group.
+            metadata: the batch returned by `claim(lease=...)`, or part of that batch (`select_samples`, `chunk`). If
+                the batch consists of complete groups, a part must not split a group.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
@@ -515,7 +516,7 @@ class ClaimCalls(Base):
 
         Raises:
             LeaseExpiredError: some samples are no longer leased to this worker, so other workers may also process them.
-                The message names these samples. No sample is acknowledged.
+                The error message names these samples. No sample is acknowledged.
             InvalidArgumentError: `metadata` does not belong to a single leased claim, or splits a group.
             PartitionNotFoundError: the partition was cleared.
             StaleIncarnationError: the partition was cleared and created again.
@@ -527,9 +528,9 @@ class ClaimCalls(Base):
         """Extend the lease of a claim. Acknowledged and released samples are not affected.
 
         Args:
-            metadata: the batch returned by `claim(lease=...)`, or a part of it. In both cases, the lease of the entire
-                claim is extended.
-            lease: new lease duration in seconds from now; it may be shorter than the remaining lease.
+            metadata: the batch returned by `claim(lease=...)`, or part of that batch. In either case, the lease of the
+                entire claim is extended.
+            lease: new lease duration, in seconds from now. The new lease may be shorter than the remaining one.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
@@ -556,13 +557,13 @@ class ClaimCalls(Base):
         return answer.leased_count
 
     def release(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
-        """Release samples that a queue worker claimed but will not process. They can be claimed again immediately.
+        """Release samples that a queue worker will not process. The released samples can be claimed again immediately.
 
         A released delivery does not count towards `max_deliveries`. Samples that have already been acknowledged,
         released, cleared or reset are ignored.
 
         Args:
-            metadata: the batch returned by `claim`, or a part of it if the batch is leased. If the batch consists of
+            metadata: the batch returned by `claim`, or part of that batch if it is leased. If the batch consists of
                 complete groups, a part must not split a group.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
@@ -571,7 +572,7 @@ class ClaimCalls(Base):
 
         Raises:
             LeaseExpiredError: the lease of some samples has expired. No sample is released.
-            InvalidArgumentError: `metadata` is a part of a claim without a lease, or splits a group.
+            InvalidArgumentError: `metadata` is only part of a claim without a lease, or splits a group.
         """
         if not metadata.claim_id or not metadata.size:
             return 0
@@ -624,8 +625,7 @@ class ClaimCalls(Base):
         Args:
             partition_id: the partition.
             data_fields: names of the fields. At least one field is required.
-            missing_ok: whether to treat a missing partition as empty, and a missing field as a field that no sample
-                has.
+            missing_ok: whether to treat a missing partition as empty, and to report that no sample has a missing field.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
@@ -655,8 +655,8 @@ class ClaimCalls(Base):
         Args:
             partition_id: the partition.
             task_name: the task to reset.
-            epoch: the epoch to end. If many ranks pass the same epoch, the task is reset only once. If None, every call
-                ends the current epoch, even if several ranks make the call.
+            epoch: the epoch to end. If several ranks pass the same epoch, the task is reset only once. If None, every
+                call ends the current epoch, so calls from several ranks end several epochs.
             keep_consumed: whether consumed samples remain consumed, so that only the batch indexes restart.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
@@ -690,8 +690,8 @@ class ClaimCalls(Base):
     ) -> EvictedUnits:
         """Return units evicted by a task's claims (see `unmatched` of `claim`), so that the caller can replace them.
 
-        The service stores the newest 65,536 evicted units. To read all of them, call again with the serial of the last
-        unit until the result is empty.
+        The service stores the newest 65,536 evicted units. To read all units, repeat the call with `after` set to the
+        serial of the last unit until the result is empty.
 
         Args:
             partition_id: the partition.
@@ -742,8 +742,8 @@ class ClaimCalls(Base):
             The number of samples that can be claimed again.
 
         Raises:
-            PreconditionError: the ranks of the task have already received the status "end". To have dead-lettered
-                samples delivered again, call `reset_consumption(keep_consumed=True)`.
+            PreconditionError: the ranks of the task have already received the status "end". To redeliver dead-lettered
+                samples, call `reset_consumption(keep_consumed=True)`.
             PartitionNotFoundError: the partition does not exist.
             TaskNotFoundError: the task has not claimed any samples yet.
             StaleIncarnationError: the partition was cleared and created again.

@@ -85,18 +85,18 @@ class FetchCalls(Base):
         """Fetch the data of samples, in the order of the request. Repeated samples are fetched only once.
 
         Args:
-            target: the metadata of the samples, such as a batch, or a partition in combination with `keys` or
-                `global_indexes`. For an empty batch, empty columns are returned without a call.
+            target: the metadata of the samples, such as a batch, or the name of a partition together with `keys` or
+                `global_indexes`. For an empty batch, the method returns empty columns without calling the service.
             keys: keys of the samples.
             global_indexes: indexes of the samples, instead of keys.
             data_fields: the fields to fetch. Defaults to the fields of the metadata, or to all fields of the partition.
-            missing: "error", or "skip" to omit samples that do not exist or that lack one of the fields.
-            missing_fields: "error", or "skip" to omit fields that do not exist or that one of the samples lacks. With
-                `data_fields=None`, "skip" fetches the fields that all samples have, so no sample is omitted for lacking
-                a field.
-            layout: layout of tensor fields whose rows have at least one dimension. None uses the layout of the field,
-                regardless of the fetched rows. Dense fields are returned as dense tensors. Fields that were put or
-                declared as jagged, or that have rows of different shapes in any put, are returned as nested tensors.
+            missing: "error" to raise an error, or "skip" to omit samples that do not exist or lack one of the fields.
+            missing_fields: "error" to raise an error, or "skip" to omit fields that do not exist or that one of the
+                samples lacks. With `data_fields=None`, "skip" fetches the fields that all samples have, so no sample is
+                omitted for lacking a field.
+            layout: layout of tensor fields whose rows have at least one dimension. None uses the field's own layout,
+                regardless of which rows are fetched. Dense fields are returned as dense tensors. Fields that were put
+                or declared as jagged, or that have rows of different shapes in any put, are returned as nested tensors.
                 "auto" returns dense tensors if all fetched rows have the same shape, and nested tensors otherwise.
                 "dense" returns dense tensors, and raises an error if the shapes of fetched rows differ. "jagged" always
                 returns nested tensors.
@@ -104,24 +104,25 @@ class FetchCalls(Base):
                 memory and copied to the device on a separate stream. The caller's current stream waits for the copy,
                 but the call returns before the copy ends. Defaults to the CPU.
             out: contiguous tensors by field, on the CPU or a device. The call fills and returns these tensors instead
-                of new tensors. The fields must be dense, and each tensor must have the dtype of its field and shape
-                `(n, ...)`. If a call fails while receiving data, the contents of these tensors are undefined.
-            expand: form of the fields that the samples of a group share. These fields are fetched once per group. If
-                True, they have one row per sample. In lists, all samples of a group refer to the same object. If all
-                samples belong to one group, the rows of a tensor share memory (`Tensor.expand`), so do not modify them
-                in place. Other tensors are copies. If False, the fields have one row per group, in order of first
-                appearance, and `group_index`, of shape `(n,)`, maps each sample to its row.
+                of allocating new ones. The fields must be dense, and each tensor must have the dtype of its field and
+                the shape `(n, ...)`. If a call fails while receiving data, the contents of these tensors are undefined.
+            expand: whether to expand fields that the samples of a group share. Each shared value is fetched only once
+                per group. If True, shared fields have one row per sample. In lists, all samples of a group refer to the
+                same object. If all samples belong to one group, the rows of a tensor share memory (`Tensor.expand`), so
+                do not modify the rows in place. With several groups, the rows are copies. If False, shared fields have
+                one row per group, in order of first appearance, and `group_index`, of shape `(n,)`, maps each sample to
+                its row.
             slices: by field, the part of each row to fetch: `(start, stop)`, a list with one pair per sample, or a
                 `RowSlice`, which supports further forms. The storage service slices the rows and sends only the
                 selected bytes. A dense field remains dense if all slices have the same length; otherwise it becomes
                 jagged.
-            padded: whether to return jagged fields as dense tensors of shape `(n, longest, ...)`. Fields that are
-                ragged in several dimensions are not padded. To pad only some fields, pass a list of fields. The list
-                may include dense fields, which are padded in the first dimension.
-            pad_value: fill value for the rest of each row, or a dict of fill values by field.
+            padded: whether to pad jagged fields and return them as dense tensors of shape `(n, longest, ...)`. Fields
+                that are ragged in several dimensions are not padded. To pad only some fields, pass a list of fields.
+                The list may include dense fields, which are padded in the first dimension.
+            pad_value: value with which shorter rows are padded, or a dict of values by field.
             length: row length of padded fields, or a dict of lengths by field. Defaults to the length of the longest
                 fetched row. Longer rows raise an error unless `truncate` is set.
-            side: side of the padding: "right" (after the values) or "left" (before the values).
+            side: side on which rows are padded: "right" (after the values) or "left" (before the values).
             mask: whether to add a bool field `<name>_mask` of shape `(n, length)` for each padded field. A mask is True
                 for values and False for padding.
             truncate: whether the storage service truncates rows longer than `length` to their first `length` items.
@@ -130,8 +131,8 @@ class FetchCalls(Base):
         Returns:
             A TensorDict with batch size `[n]`, or `[]` with `expand=False`. A jagged field is a nested tensor, or a
             list of tensors if its rows are ragged in several dimensions. A field of objects is a list. If tensordict is
-            not installed, the result is a dict of tensors and lists. If torch is not installed either, it is a dict of
-            numpy arrays and lists. Without tensordict, type checkers see the type as `Any`.
+            not installed, the result is a dict of tensors and lists. If torch is not installed either, the result is a
+            dict of numpy arrays and lists. Without tensordict, type checkers treat the result as `Any`.
 
         Raises:
             PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: a partition, field, key
@@ -139,8 +140,8 @@ class FetchCalls(Base):
             CellNotFoundError: a sample lacks one of the fields. To omit the sample or the field, set `missing` or
                 `missing_fields`.
             FieldMismatchError: rows requested as dense differ in shape, a row is longer than `length`, or a field
-                cannot be padded. Also raised if the dtype or shape of a tensor in `out` differs from its field. In this
-                case, the tensor is unchanged.
+                cannot be padded. Also raised if the dtype or shape of a tensor in `out` does not match its field; the
+                tensor is then left unchanged.
             InvalidArgumentError: the device does not exist, `out` cannot be filled, a field cannot be sliced, or
                 `pad_value` is not valid for the dtype.
             torch.OutOfMemoryError: the device has too little free memory. The received data is freed.
@@ -160,7 +161,7 @@ class FetchCalls(Base):
         name, named = named_samples(metadata=metadata, keys=keys, global_indexes=global_indexes)
         if name is None:
             raise InvalidArgumentError(
-                "target is a partition without keys or global_indexes; pass one of them, or the metadata of samples",
+                "target is a partition, but keys and global_indexes are missing; set one of them, or pass metadata",
                 field="keys",
             )
         form = None
@@ -224,7 +225,7 @@ class FetchCalls(Base):
                 stale, located = located, locate()
 
     def _locate(self, deadline: Deadline, name: str, named: Sequence[Any] | Indexes, **arguments: Any) -> BatchMeta:
-        """Locate the cells of samples. `name` is the request field with the names: "keys" or "global_indexes"."""
+        """Locate the cells of samples. `name` is the request field to set: "keys" or "global_indexes"."""
         parts: list[BatchMeta] = []
         began_at = time.perf_counter()
         for some in in_parts(named):
@@ -350,7 +351,7 @@ class FetchCalls(Base):
         *,
         rows: RowPlacement | None,
     ) -> list[Received]:
-        """Read from a storage service. If the service does not respond, look up its current address and retry."""
+        """Read data from a storage service. If the service does not respond, look up its current address and retry."""
         storage, loss_count = read.storage, 0
 
         def attempt() -> list[Received]:
@@ -393,7 +394,7 @@ class FetchCalls(Base):
             if put.storage[:2] == read.storage[:2]:
                 return put.storage
         raise PutNotFoundError(
-            f"the data has moved from storage service {read.storage.storage_id!r} to another one",
+            f"the data has moved from storage service {read.storage.storage_id!r} to another storage service",
             metadata={"put_id": read.request.put_ids[0].hex(), "storage_id": read.storage.storage_id},
         )
 

@@ -56,14 +56,14 @@ class PartitionCalls(Base):
         batch_unit: BatchUnit = "sample",
         timeout: float | None = None,
     ) -> bytes:
-        """Create a partition, or check that it exists with equal settings.
+        """Create a partition, or check that an existing partition has the same settings.
 
-        The call is optional, because the first put creates a partition that does not exist.
+        The call is optional, because the first put creates the partition if necessary.
 
         Args:
             partition_id: name of the partition.
             expected_samples: number of samples after which the partition is sealed automatically. If None, only
-                `seal_partition` seals it.
+                `seal_partition` seals the partition.
             default_layout: layout of tensor fields that do not declare a layout. With "auto", a field is dense until a
                 row with a different shape is put, and then becomes jagged. "dense" rejects rows with a different shape.
                 With "jagged", fields are always jagged, except scalars, which are dense.
@@ -71,7 +71,7 @@ class PartitionCalls(Base):
             max_bytes: maximum total size of the samples in bytes. Puts of new samples wait until there is capacity. If
                 None, only the service's quota applies.
             admissions: limits on the outstanding work of each task. Puts of new samples wait until they are admitted.
-                If empty, new samples are only limited by capacity.
+                If empty, new samples are limited only by capacity.
             tasks: names of the tasks that may consume the partition. Claims of other tasks raise TaskNotFoundError.
                 Until its first claim, each of these tasks counts as having consumed no samples. If empty, any task may
                 consume the partition.
@@ -79,26 +79,27 @@ class PartitionCalls(Base):
                 `check_consumption` reports completion when all rounds that have begun are full and consumed.
                 `check_production` reports completion when these rounds are full and produced. If None, completion
                 requires a sealed partition.
-            release: when the service clears samples automatically. If None, samples are only cleared by `clear_samples`
-                and `clear_partition`.
-            clear_after: short form of `Release("trained", clear_after)`. Samples are cleared once all of these tasks
+            release: rule for clearing samples automatically. If None, samples are cleared only by `clear_samples` and
+                `clear_partition`.
+            clear_after: shorthand for `Release("trained", clear_after)`. Samples are cleared once all of these tasks
                 have trained on them or acknowledged them.
-            max_staleness: short form of an entry in `admissions` for the only task in `clear_after`. The value is the
+            max_staleness: shorthand for an entry in `admissions` for the only task in `clear_after`. The value is the
                 maximum number of versions of the default policy published between the creation of a sample's slot and
-                the training on the sample. Samples must be created with `acquire`; see `Admission`. If None, there is
-                no limit.
+                training on the sample. Samples must be created with `acquire`; see `Admission`. If None, there is no
+                limit.
             global_batch: with `max_staleness`, the number of units that all ranks of the task together consume per
                 version.
-            batch_unit: unit of `global_batch`: "sample", "rollout" or "group". It must match the `batch_unit` in the
-                claims of the ranks.
+            batch_unit: unit of `global_batch`: "sample", "rollout" or "group". This unit must match the `batch_unit` of
+                the ranks' claims.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             The incarnation of the partition (16 bytes).
 
         Raises:
-            AlreadyExistsError: the partition exists with other settings.
-            InvalidArgumentError: an argument is invalid, or a short form is incomplete or contradicts `release`.
+            AlreadyExistsError: the partition already exists with different settings.
+            InvalidArgumentError: an argument is invalid, or a shorthand argument is incomplete or contradicts
+                `release`.
         """
         all_admissions, any_release = with_short_forms(
             admissions,
@@ -127,7 +128,7 @@ class PartitionCalls(Base):
         return answer.incarnation
 
     def seal_partition(self, partition_id: str, *, incarnation: bytes = b"", timeout: float | None = None) -> int:
-        """Seal a partition, so that it accepts columns for existing samples but no new samples.
+        """Seal a partition so that it accepts columns for existing samples but no new samples.
 
         Args:
             partition_id: the partition.
@@ -152,7 +153,7 @@ class PartitionCalls(Base):
     def clear_partition(
         self, partition_id: str, *, incarnation: bytes = b"", missing_ok: bool = False, timeout: float | None = None
     ) -> int:
-        """Remove a partition with all its contents. Calls that wait on the partition fail. The name can be reused.
+        """Remove a partition and all its contents. Calls waiting on the partition fail. Its name can be reused.
 
         Args:
             partition_id: the partition.
@@ -179,7 +180,7 @@ class PartitionCalls(Base):
     def close_groups(
         self, partition_id: str, groups: Iterable[str], *, incarnation: bytes = b"", timeout: float | None = None
     ) -> None:
-        """Close groups to further members. A closed group is complete when all of its rollouts are closed.
+        """Close groups to new members. A closed group is complete when all of its rollouts are closed.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -196,7 +197,7 @@ class PartitionCalls(Base):
     def close_rollouts(
         self, partition_id: str, rollouts: Iterable[str], *, incarnation: bytes = b"", timeout: float | None = None
     ) -> None:
-        """Close rollouts, so that no further samples can join. A closed rollout is complete.
+        """Close rollouts so that no more samples can join them. A closed rollout counts as complete.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -250,15 +251,15 @@ class PartitionCalls(Base):
                 admission.policy = self._namespace.own_name(admission.policy)
 
     def status(self, prefix: str = "", *, explain: bool = True, timeout: float | None = None) -> ServiceStatus:
-        """Return the service's state: storage services, partitions, and waiting claims with the reasons why they wait.
+        """Return the service's state: storage services, partitions, and waiting claims with the reasons for waiting.
 
         Large results are read in pages. Partitions created or cleared during the call may or may not be included.
 
         Args:
-            prefix: prefix of the names of partitions to include. Partitions that do not exist yet but that clients wait
-                for are also included.
-            explain: whether to include the reasons why claims wait. To determine them, the service scans all samples of
-                each partition with waiting claims.
+            prefix: name prefix of the partitions to include. Partitions that clients are waiting for are included even
+                if they do not exist yet.
+            explain: whether to include the reasons why claims are waiting. To determine the reasons, the service scans
+                all samples of each partition with waiting claims.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
         """
         full_prefix = self._namespace.prefix + prefix
@@ -287,15 +288,15 @@ class PartitionCalls(Base):
             name: a path below the service's `checkpoint_dir`, such as "nightly/2026-11-21", with at most 200
                 characters. Each path component consists of letters, digits and "._=@+-", and begins with a letter or
                 digit.
-            metadata: a mapping of strings to JSON values, such as a trainer's step; at most 256 KiB. `restore` and
-                `list_checkpoints` return this mapping, with tuples as lists.
+            metadata: a mapping of strings to JSON values, such as a trainer's step, of at most 256 KiB. `restore` and
+                `list_checkpoints` return this mapping, with tuples converted to lists.
             timeout: seconds until the call fails and the copy is cancelled. Defaults to one hour.
 
         Raises:
             InvalidArgumentError: the name is invalid, the path is not writable, or the metadata is not JSON.
             PreconditionError: another checkpoint is being written or restored, or the service has no `checkpoint_dir`.
             DiskFullError: the disk is full.
-            DataLossError: some of the data to copy is lost. The error names the samples.
+            DataLossError: some of the data to copy has been lost. The error names the affected samples.
         """
         answer = self._ask(
             pb.CheckpointResponse,
@@ -321,17 +322,17 @@ class PartitionCalls(Base):
     def restore(self, name: str, *, replace: bool = False, timeout: float | None = None) -> RestoredCheckpoint:
         """Restore a checkpoint into an empty service, or replace all partitions of the service with a checkpoint.
 
-        The entire checkpoint is read and checked first, and its data is sent to the current storage services. All its
-        partitions and their claims then appear atomically, so trainers can continue from the checkpoint. A client with
-        a namespace restores into this namespace, even if the checkpoint was written from another namespace. Partitions
-        of other namespaces do not change.
+        The entire checkpoint is read and checked first, and its data is sent to the current storage services. All
+        partitions in the checkpoint and their claims then appear atomically, so trainers can continue from the
+        checkpoint. A client with a namespace restores into its own namespace, even if the checkpoint was written from
+        another namespace. Partitions of other namespaces do not change.
 
         Args:
             name: the name that was passed to `checkpoint`.
             replace: whether to replace all existing partitions. The replacement is atomic: after a crash, either the
-                old or the restored state exists. Calls that wait on old partitions fail with PartitionClearedError.
-                Calls with a BatchMeta of an old partition raise StaleIncarnationError, even if the checkpoint contains
-                the partition. The storage services need capacity for both the old and the restored data.
+                old or the restored state exists. Calls waiting on old partitions fail with PartitionClearedError. Calls
+                with a BatchMeta of an old partition raise StaleIncarnationError, even if the checkpoint also contains
+                that partition. The storage services need capacity for both the old and the restored data.
             timeout: seconds until the call fails, in which case nothing is restored. Defaults to one hour.
 
         Raises:
@@ -351,7 +352,7 @@ class PartitionCalls(Base):
         return read_message(RestoredCheckpoint, answer, metadata=decode_json_object(answer.metadata))
 
     def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
-        """Return the sizes and counts reported by a storage service. By default, call the client's address."""
+        """Return the sizes and counts reported by a storage service. By default, query the client's address."""
         deadline = self._deadline(timeout)
         target = parse_address(address) if address else ""
         answer = self._calls.unary(StatResponse, StatRequest(), deadline, target)
@@ -364,7 +365,7 @@ class PartitionCalls(Base):
         )
 
     def health(self, *, timeout: float | None = None) -> bool:
-        """Return whether the service reports that it is serving. Make the call only once, without retries.
+        """Return whether the service reports that it is serving. The call is made only once, without retries.
 
         Raises:
             UnavailableError: no service responds at the address.

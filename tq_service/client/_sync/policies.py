@@ -36,8 +36,8 @@ class PolicyCalls(Base):
             policy: name of the policy, in the client's namespace. A new name creates a policy.
             trained: the batches on which this version was trained, as a mapping of (partition_id, task_name) to the
                 last batch_index. See `advance`.
-            rewind: whether to accept a version lower than the published version, because the trainer resumed from a
-                checkpoint.
+            rewind: whether to accept a version lower than the published version, for example because the trainer
+                resumed from a checkpoint.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
@@ -81,8 +81,8 @@ class PolicyCalls(Base):
 
         Args:
             policy: name of the policy, in the client's namespace.
-            at_least: version to wait for. If this version is not published in time, the call returns a lower version.
-                If None, any version is accepted.
+            at_least: minimum version to wait for. If this version is not published in time, the call returns a lower
+                version. If None, any version is accepted.
             max_wait: seconds to wait for the version.
             timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
@@ -178,17 +178,18 @@ class PolicyCalls(Base):
 
         The next epoch of the task begins, and claims of the previous ranks are rejected. Trained batches stay consumed.
         Batches that were delivered or prefetched but not trained are planned again.
-        `StreamingDataLoader.load_state_dict` makes this call if the `dp_size` of the state differs.
+        `StreamingDataLoader.load_state_dict` makes this call if the `dp_size` of the saved state differs.
 
         Args:
             partition_id: the partition.
             task_name: the task that the ranks run.
             dp_size: number of restarted ranks.
-            trained: index of the last trained batch. All earlier batches also count as trained. -1 if no batch was
+            trained: index of the last trained batch. All earlier batches also count as trained. Pass -1 if no batch was
                 trained. Defaults to the index recorded by `advance`.
             incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
-            epoch: epoch of the previous ranks. If set, every new rank may make this call. Only the first call restarts
-                the task, until the new ranks have trained their first batch. If None, every call restarts the task.
+            epoch: epoch of the previous ranks. If set, every new rank may make this call. Until the new ranks have
+                trained their first batch, only the first of these calls restarts the task. If None, every call restarts
+                the task.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:

@@ -21,13 +21,13 @@ _PROGRESS_SECONDS = 10.0
 class Watch:
     """An endless iterator over changes; see `watch`. Use it in a `with` block, or close it after use.
 
-    The watch resumes automatically after a lost connection, a restart of the service or a change of leader. A watch
-    must have only one reader. `close` ends the iteration. A thread may close a blocking watch while another thread is
-    reading it.
+    The watch resumes automatically after a lost connection, a service restart or a change of leader. A watch must have
+    only one reader. `close` ends the iteration. A thread may close a blocking watch while another thread is reading
+    it.
 
     Args:
-        calls: the client's calls.
-        request: the watched prefix, options and start revision.
+        calls: the client's channels and calls.
+        request: prefix to watch, options and start revision.
         timeout: seconds for which the service may be unavailable before the iterator fails.
 
     Attributes:
@@ -123,16 +123,16 @@ class WatchCalls(Base):
 
         Each update contains the latest state of everything that changed, without intermediate states, so a slow reader
         receives fewer updates. A large set of changes is split into several updates. Only the last of these updates has
-        a `revision`. A watch receives at most about ten updates per second, or fewer if there are very many watches.
+        a `revision`. A watch receives at most about ten updates per second, and fewer if there are very many watches.
 
         Args:
-            prefix: prefix of the names of partitions to watch. If empty, all partitions are watched.
+            prefix: name prefix of the partitions to watch. If empty, all partitions are watched.
             revision: revision to start from, as returned by `list_partitions`, `lookup_samples`, `describe_partition`
                 or an update. If None, the watch starts with the complete state. If changes were missed, for example
                 after a restart of the service, the complete state is sent again, in updates with `is_reset` set.
             samples: whether to watch samples.
-            tasks: whether to watch tasks. If True, claims cause updates.
-            progress_interval: seconds without changes after which an empty update is sent; at least 0.1.
+            tasks: whether to watch tasks. If True, each claim causes updates.
+            progress_interval: number of seconds without changes, at least 0.1, after which an empty update is sent.
             timeout: seconds for which the service may be unavailable before the iterator fails. Defaults to the
                 client's `timeout`.
 

@@ -34,7 +34,7 @@ class WorkItem:
     """Samples leased to a queue worker, and their data. See `Client.work`.
 
     Attributes:
-        meta: the samples. Parts of the batch may be put, acknowledged or released separately.
+        meta: the samples. Parts of the batch can be written, acknowledged or released separately.
         data: the fetched fields, as returned by `get_data`.
     """
 
@@ -50,8 +50,7 @@ class WorkItem:
         Args:
             data: columns with one row per sample; see `Client.put`.
             custom_meta: custom_meta of the samples; see `Client.put`.
-            ack: whether to acknowledge the samples. If False, the samples stay leased, so that further results can be
-                put.
+            ack: whether to acknowledge the samples. If False, the samples stay leased, and more results can be put.
 
         Raises:
             LeaseExpiredError: the samples are no longer leased to this worker. Nothing is written.
@@ -60,12 +59,12 @@ class WorkItem:
         self._is_done = self._is_done or ack
 
     def release(self) -> None:
-        """Release the samples, so that other workers can claim them immediately. The delivery is not counted."""
+        """Release the samples, which other workers can then claim immediately. The delivery does not count."""
         self._is_done = True
         self._client.release(self.meta)
 
     def fail(self) -> None:
-        """Mark the samples as failed, so that they are not delivered to any task again."""
+        """Mark the samples as failed so that they are never delivered to any task again."""
         self._is_done = True
         self._client.fail_samples(self.meta)
 
@@ -142,7 +141,7 @@ class Work:
             self._client.ack(item.meta)
         except LeaseExpiredError as error:
             self.lost_count += 1
-            _log.warning(LogMessage("could not acknowledge samples: their lease had expired", error=error))
+            _log.warning(LogMessage("could not acknowledge samples because their lease had expired", error=error))
 
     def _extend(self) -> None:
         """Extend the lease of the current item, up to the maximum lease."""
@@ -183,8 +182,8 @@ class WorkCalls(ClaimCalls, FetchCalls, SampleCalls):
             task_name: the task that consumes the samples.
             data_fields: fields that a sample must have before it can be claimed.
             fetch: fields to fetch. Defaults to `data_fields`.
-            timeout: seconds until the claim or the fetch fails; for the claim, in addition to `max_wait`. Defaults to
-                the client's `timeout`.
+            timeout: seconds until the claim or the fetch fails. For the claim, `max_wait` is added. Defaults to the
+                client's `timeout`.
             **options: arguments of `claim`, such as `batch_size`. `batch_count` is not supported.
 
         Returns:
@@ -196,7 +195,7 @@ class WorkCalls(ClaimCalls, FetchCalls, SampleCalls):
         """
         if "batch_count" in options:
             raise InvalidArgumentError(
-                "get_batch does not accept batch_count; use claim for several batches", field="batch_count"
+                "get_batch does not accept batch_count; to claim several batches, use claim", field="batch_count"
             )
         batch = self.claim(partition_id, task_name, data_fields, timeout=timeout, **options)
         if batch.status != "batch":
@@ -221,7 +220,7 @@ class WorkCalls(ClaimCalls, FetchCalls, SampleCalls):
         finite: bool = False,
         timeout: float | None = None,
     ) -> Work:
-        """Return an iterator for the loop of a queue worker. It yields samples to process until the partition ends.
+        """Return an iterator for a queue worker's loop, which yields samples to process until the partition ends.
 
             for item in client.work("train", "reward", ["response"]):
                 item.put({"reward": score(item.data["response"])})
@@ -239,12 +238,12 @@ class WorkCalls(ClaimCalls, FetchCalls, SampleCalls):
             partition_id: the partition. The iterator waits for the partition if it does not exist yet.
             task_name: the task that consumes the samples. The samples are distributed among all workers of the task.
             data_fields: fields that a sample must have before it can be claimed.
-            batch_size: maximum number of samples per item, or of rollouts or groups (see `batch_unit`). Ready samples
-                are delivered immediately, without waiting for a full item.
+            batch_size: maximum number of samples, rollouts or groups per item (see `batch_unit`). Ready samples are
+                delivered immediately, without waiting for a full item.
             batch_unit: unit of `batch_size`: "sample", "rollout" or "group".
             fetch: fields to fetch into `item.data`. Defaults to `data_fields`.
-            lease: seconds after which the samples of a stopped worker are redelivered.
-            max_lease: maximum seconds for which the lease of an item is extended, in case the loop body hangs.
+            lease: number of seconds after which a stopped worker's samples are redelivered.
+            max_lease: maximum number of seconds to keep extending an item's lease, in case the loop body hangs.
             max_deliveries: maximum number of deliveries of a sample; see `claim`. Unlimited if None.
             where: conditions on custom_meta; see `claim`.
             order_by: custom_meta columns by which to sort the samples; see `claim`.

@@ -110,7 +110,7 @@ class FdChannel:
     def fill(self, offer: RegionOffer, columns: Sequence[SourceColumn]) -> None:
         """Copy columns into the region offered for a put.
 
-        The service is notified when copying ends, even if copying fails or the put is canceled.
+        The service is notified when copying ends, even if copying fails or the put is cancelled.
 
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
