@@ -80,7 +80,7 @@ class GroupSampler(Sampler):
         if self.blocks == "anywhere" and self.incomplete_groups == "take":
             raise ValueError(
                 "incomplete_groups: got 'take' with blocks 'anywhere'; expected 'skip', because such blocks contain "
-                "only ready samples. To take incomplete groups, name the groups, or set blocks='aligned'"
+                "only ready samples. To take incomplete groups, name the groups, or set blocks to 'aligned'"
             )
 
     def check(self, request: PlanRequest) -> None:
@@ -102,7 +102,7 @@ class GroupSampler(Sampler):
             return
         raise InvalidArgumentError(
             f"batch_size: got {request.batch_size} samples for sampler {self.name!r}; expected a multiple of "
-            f"n_samples_per_prompt ({group_size}), because groups are not split. Or set batch_unit='group'",
+            f"n_samples_per_prompt ({group_size}), because groups are not split. Or set batch_unit to 'group'",
             field="batch_size",
         )
 
