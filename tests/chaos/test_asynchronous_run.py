@@ -12,7 +12,7 @@ from whole_runs import run_whole
 @pytest.mark.parametrize(
     ("runs", "seed", "kinds"),
     [
-        ("1", "60", "1 of agents, 1 ordered"),
+        pytest.param("1", "60", "1 of agents, 1 ordered", marks=pytest.mark.nightly),
         pytest.param("3", "36", "2 of agents, 2 ordered", marks=pytest.mark.nightly, id="one of each kind, and both"),
     ],
 )

@@ -302,6 +302,7 @@ async def test_a_claim_that_was_durable_but_not_answered_is_answered_by_the_retr
             await asyncio.gather(waits, return_exceptions=True)
 
 
+@pytest.mark.nightly
 async def test_queue_claims_are_delivered_once_while_the_service_is_killed(tmp_path):
     with ServiceProcess("--durability", "process", data_dir=tmp_path) as server:
         async with tq.AsyncClient(server.address, timeout=60) as client:

@@ -521,7 +521,7 @@ class Run:
 
 
 @pytest.mark.parametrize("late", ["wait", "evict"])
-@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("max_staleness", [0, 2, *(pytest.param(bound, marks=pytest.mark.nightly) for bound in (1, 4))])
 @examples(4)
 @given(st.integers(0, 2**32))
 def test_no_sample_is_trained_too_late_and_no_plan_later_than_it_may_be(max_staleness, late, seed):

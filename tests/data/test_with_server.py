@@ -75,7 +75,7 @@ def test_what_is_no_address_is_refused_when_the_dataset_is_made() -> None:
         dataset_of("http://localhost", "train")
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_service_that_is_not_there_is_not_waited_for_in_silence(
     num_workers: int, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,7 +223,10 @@ def test_columns_can_be_put_for_a_micro_batch(address: str, partition: str) -> N
 
 @pytest.mark.parametrize(
     ("context", "numbers"),
-    [("fork", [1, 2, 3]), ("default", [2]), pytest.param("spawn", [3], marks=pytest.mark.nightly)],
+    [
+        ("default", [2]),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in [("fork", [1, 2, 3]), ("spawn", [3])]),
+    ],
 )
 def test_workers_with_live_clients_in_the_parent(
     address: str, partition: str, context: str, numbers: list[int]
@@ -270,7 +273,7 @@ def test_errors_of_the_service_keep_their_type(address: str, partition: str, num
     assert (type(caught.value), caught.value.reason) == (tq.errors.InvalidArgumentError, "UNKNOWN_SAMPLER")
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_first_program_prints_nothing_of_its_own(address: str, partition: str, num_workers: int) -> None:
     """In a process of its own: torch logs its notice about nested tensors once in a process."""
     program = Path(__file__).parent / "quiet_program.py"
@@ -299,7 +302,7 @@ def test_a_server_that_comes_back_is_waited_for() -> None:
     assert taken(results) == list(range(10))
 
 
-@pytest.mark.parametrize("flags", [[], ["--num-workers", "2"]])
+@pytest.mark.parametrize("flags", [[], pytest.param(["--num-workers", "2"], marks=pytest.mark.nightly)])
 def test_the_example_learns(address: str, flags: list[str]) -> None:
     example = Path(__file__).parents[2] / "examples" / "train_loop.py"
     command = [sys.executable, str(example), "--address", address, "--steps", "4", *flags]

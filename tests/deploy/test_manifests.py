@@ -50,7 +50,7 @@ def schemas() -> ModuleType:
     return importlib.import_module("kubernetes_schemas")
 
 
-@pytest.mark.parametrize("version", ["1.29", "1.33", "1.36"])
+@pytest.mark.parametrize("version", ["1.29", pytest.param("1.33", marks=pytest.mark.nightly), "1.36"])
 @each_case
 def test_each_object_is_valid_for_kubernetes(schemas: ModuleType, case: Case, version: str) -> None:
     manifests = case.manifests()

@@ -32,7 +32,7 @@ def batch_of(client: tq.Client, batch_index: int) -> list[tuple[Any, ...]]:
     return [(meta.status, meta.rollouts, meta.totals) for meta in metas]
 
 
-@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("saves", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_rollouts_go_on_where_they_were(tmp_path: Path, saves: bool) -> None:
     flags = ["--data-dir", str(tmp_path / "data"), "--checkpoint-dir", str(tmp_path)]
     with ServiceProcess(*flags) as server:
@@ -106,6 +106,7 @@ def run_ranks(address: str) -> list[list[tq.BatchMeta]]:
     return batches[:-1]
 
 
+@pytest.mark.nightly
 def test_each_rollout_is_trained_once_and_whole_however_often_the_service_is_killed(tmp_path: Path) -> None:
     rng = random.Random(7)
     with ServiceProcess("--data-dir", str(tmp_path)) as server, ThreadPoolExecutor(5) as pool:

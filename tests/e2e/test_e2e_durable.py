@@ -14,7 +14,7 @@ from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 torch = pytest.importorskip("torch")
 
 
-@pytest.fixture(params=["process", "disk"])
+@pytest.fixture(params=["process", pytest.param("disk", marks=pytest.mark.nightly)])
 def server(request, tmp_path):
     with ServiceProcess("--data-dir", str(tmp_path / "data"), "--durability", request.param) as server:
         yield server

@@ -25,7 +25,7 @@ def state(client, meta):
     return partition.inserted_count, client.get_data(meta)["x"].tolist()
 
 
-@pytest.mark.parametrize("server", ["process", "disk"], indirect=True)
+@pytest.mark.parametrize("server", [pytest.param("process", marks=pytest.mark.nightly), "disk"], indirect=True)
 @pytest.mark.parametrize("saboteur", ["LosesAnswers", "BreaksClaims"])
 def test_a_fault_ends_the_process_and_the_next_one_has_what_was_answered(server, saboteur, tmp_path):
     asks = {"partition_id": "train", "task_name": "t", "data_fields": ["x"], "batch_size": 2}

@@ -67,6 +67,7 @@ def facts(client: tq.Client) -> Any:
     return [(each.spec, each.produced_count) for each in description.fields], description.used_bytes
 
 
+@pytest.mark.nightly
 def test_it_is_there_after_kills_and_goes_with_its_samples(tmp_path: Path) -> None:
     with ServiceProcess("--data-dir", str(tmp_path)) as service, tq.Client(service.address, timeout=60.0) as client:
         client.create_partition("train", fields=FIELDS)

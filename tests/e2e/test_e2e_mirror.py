@@ -134,6 +134,7 @@ def wait_for_adoption(client: tq.Client, count: int) -> None:
     raise AssertionError(f"not taken over: {client.status(explain=False).storages}")
 
 
+@pytest.mark.nightly
 def test_killed_storage_services_lose_nothing_that_was_acknowledged(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -267,6 +267,7 @@ def test_kills_cost_no_step_of_a_durable_service(tmp_path: Path) -> None:
         assert_same(got, lambda task, index, rank: claim_from(client, task, index, rank))
 
 
+@pytest.mark.nightly
 def test_kills_leave_whole_steps_of_a_service_in_memory(tmp_path: Path) -> None:
     """What was not written is left out; what is there is whole, and the next incarnation is recorded too."""
     recording, runs = tmp_path / "recording", list[Got]()

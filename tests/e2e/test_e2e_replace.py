@@ -253,6 +253,7 @@ def test_a_kill_at_any_stage_leaves_what_was_there_or_what_was_restored(durable,
     assert len(outcomes) >= 12
 
 
+@pytest.mark.nightly
 def test_a_kill_at_a_random_moment_leaves_what_was_there_or_what_was_restored(tmp_path):
     flags = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--data-dir", str(tmp_path / "data"))
     rng = random.Random(0)

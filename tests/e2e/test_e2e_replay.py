@@ -48,6 +48,7 @@ def run(directory: Path, *, is_killed: bool) -> tuple[list[list[int]], int, list
         return batches, task.overflow_count, found.global_indexes
 
 
+@pytest.mark.nightly
 def test_draws_and_drops_are_the_same_after_kills(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", is_killed=False)
     assert whole == run(tmp_path / "killed", is_killed=True)

@@ -48,7 +48,9 @@ def replace(server: ServiceProcess) -> None:
     server.restart()
 
 
-@pytest.mark.parametrize(("client_kind", "is_kept"), [("sync", False), ("async", True)])
+@pytest.mark.parametrize(
+    ("client_kind", "is_kept"), [pytest.param("sync", False, marks=pytest.mark.nightly), ("async", True)]
+)
 def test_a_long_poll_goes_on_over_a_restart(
     client_kind: ClientKind, is_kept: bool, tmp_path: Path, loop_thread: LoopThread, threads: ThreadPoolExecutor
 ) -> None:
@@ -70,7 +72,7 @@ def test_a_long_poll_goes_on_over_a_restart(
             assert client.get_data(meta)["x"].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_data_loader_neither_loses_nor_repeats_a_batch(
     server: ServiceProcess, threads: ThreadPoolExecutor, num_workers: int
 ) -> None:
@@ -134,6 +136,7 @@ def rows(start: int, count: int) -> torch.Tensor:
     return torch.arange(start, start + count, dtype=torch.float32).reshape(-1, 1).expand(-1, 1 << 14).contiguous()
 
 
+@pytest.mark.nightly
 def test_reads_resume_when_their_storage_service_returns(fleet: Fleet, threads: ThreadPoolExecutor) -> None:
     with tq.Client(fleet.controller.address, timeout=TIMEOUT_SECONDS) as client:
         everything, values = put_in_both(fleet, client)

@@ -191,6 +191,7 @@ def test_a_put_larger_than_any_quota_is_refused_at_once(cluster: Cluster) -> Non
     assert [one.partition_id for one in cluster.client.list_partitions()] == ["train"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["dense", "jagged"])
 def test_a_loop_of_put_and_clear_keeps_memory_flat(layout: str) -> None:
     rows = torch.zeros(64, 32_768)  # 8 MiB
@@ -211,6 +212,7 @@ def test_a_loop_of_put_and_clear_keeps_memory_flat(layout: str) -> None:
         assert loop(60) < warm + 48 * MIB
 
 
+@pytest.mark.nightly
 def test_a_partition_that_lives_on_keeps_memory_flat() -> None:
     """One long-lived partition: put, claim, clear what was consumed, again and again."""
     with ServiceProcess() as server, tq.Client(server.address) as client:

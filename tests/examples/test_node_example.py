@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["one process", "two processes"])
+@pytest.fixture(params=[pytest.param("one process", marks=pytest.mark.nightly), "two processes"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     with ExitStack() as stack:
         if request.param == "one process":

@@ -21,7 +21,10 @@ def test_every_tutorial_is_tested() -> None:
     assert {path.name for path in TUTORIALS.glob("*.md")} == set(PRINTED)
 
 
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name != "rollout_to_step.md")) for name in PRINTED],
+)
 def test_the_program_of_the_tutorial_runs(name: str) -> None:
     page = (TUTORIALS / name).read_text()
     program = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE))

@@ -416,7 +416,7 @@ def in_a_child(connection: Any, stub: str, pickled: bytes) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.nightly)])
 def test_refs_work_in_other_processes(engine: Any, method: str) -> None:
     value = rows()
     refs = engine.put_many([value, "released there"])

@@ -16,8 +16,8 @@ TIMEOUT_SECONDS = 100.0
 CALLERS = 24
 
 
-@pytest.mark.parametrize("durability", ["process", "disk"])
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("durability", [pytest.param("process", marks=pytest.mark.nightly), "disk"])
+@pytest.mark.parametrize("kind", [pytest.param("sync", marks=pytest.mark.nightly), "async"])
 def test_a_service_that_is_killed_between_commit_and_answer(kind: str, durability: str, tmp_path: Path) -> None:
     loop = LoopThread()
     flags = ("--durability", durability)

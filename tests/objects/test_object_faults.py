@@ -40,7 +40,9 @@ WRITER = textwrap.dedent(
 )
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.nightly] * (name not in {"file", "s3_stand_in"})) for name in ENGINES]
+)
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     made = ENGINES[request.param](tmp_path)
     try:

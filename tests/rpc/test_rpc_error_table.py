@@ -379,7 +379,7 @@ DISAGREEING = [
 ROWS = [*UNKNOWN_NAMES, *WRONG_CLAIMS, *WRONG_PUTS, *WRONG_READS, *STALE, *DISAGREEING]
 
 
-@pytest.fixture(params=[pytest.param("sync", marks=pytest.mark.nightly), "async", "in a stream"])
+@pytest.fixture(params=["async", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("sync", "in a stream"))])
 def refused_client(request: pytest.FixtureRequest, server: LiveServer) -> Iterator[AnyClient]:
     """A client of either kind, and one whose claims share a stream with one that waits, and gets its sample later."""
     if request.param != "in a stream":

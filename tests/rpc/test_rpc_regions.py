@@ -411,6 +411,7 @@ def test_a_service_that_is_killed_and_back_has_new_regions_and_the_old_ones_go_w
     assert mapping_count() == before
 
 
+@pytest.mark.nightly
 def test_memory_and_mappings_stay_flat_over_puts_of_changing_size(service: ServiceProcess) -> None:
     process, own = psutil.Process(service.pid), psutil.Process()
     sizes = np.random.default_rng(0).integers(256, 1024, 400)
@@ -481,6 +482,7 @@ print("mapped", *[line.split()[1] for line in open("/proc/self/maps") if "memfd:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_process_of_another_user_shares_sealed_memory_and_no_region() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # where another user may look

@@ -107,7 +107,7 @@ def assert_rows(batch: Any, rows: list[int]) -> None:
     assert all(torch.equal(got, DATA["tokens"][row]) for got, row in zip(batch["tokens"].unbind(), rows, strict=True))
 
 
-@pytest.fixture(autouse=True, params=["own user", "another user"])
+@pytest.fixture(autouse=True, params=["own user", pytest.param("another user", marks=pytest.mark.nightly)])
 def user(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of the clients, as the service sees it."""
     kind: str = request.param

@@ -119,6 +119,7 @@ def test_nothing_is_kept_of_partitions_that_were_cleared(start_server: StartServ
         assert {name: (few[name], many[name]) for name in many if many[name] > few[name] + 16} == {}
 
 
+@pytest.mark.nightly
 def test_little_is_kept_of_each_put_after_its_sample_is_cleared(start_server: StartServer) -> None:
     server = start_server()
     client = server.client(gathers_puts=False)
