@@ -257,7 +257,8 @@ async def _claim(address: str, seconds: float) -> Claims:
 
         async def consume(rank: int) -> None:
             batch_index = 0
-            while (started := time.perf_counter()) < began_at + seconds:
+            # Each rank makes at least one claim: on a busy machine, all the time may have passed before the first one.
+            while (started := time.perf_counter()) < began_at + seconds or not batch_index:
                 request = GetMetaRequest(
                     request_id=os.urandom(16),
                     partition_id=_CLAIMS,
