@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import fork_server
 import property_settings  # noqa: F401  (its profiles are known before hypothesis looks for one)
 import pytest
 from live_server import AnyClient, ClientKind, LiveServer, LoopThread, StartServer
@@ -14,6 +15,8 @@ from live_server import AnyClient, ClientKind, LiveServer, LoopThread, StartServ
 # Threads of torch wait for each other in loops: on busy cores that takes minutes. Read when torch is imported, also by
 # the programs that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+fork_server.install()
 
 gc.disable()  # while thousands of tests are collected, which all stay: a fifth of the processor time
 
