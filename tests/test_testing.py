@@ -87,7 +87,7 @@ def test_its_log_is_a_file_that_is_appended_to(tmp_path: Path) -> None:
 def test_why_it_did_not_start_is_said(tmp_path: Path) -> None:
     service = ServiceProcess("--role", "storage", log=tmp_path / "log")
     with pytest.raises(
-        tq.errors.UnavailableError, match=r"exited with code 1 before it listened; .*log ends with:\n  \| error: role"
+        tq.errors.UnavailableError, match=r"code 1 before it started listening; .*log ends with:\n  \| error: role"
     ):
         service.start()
     assert service.exit_code == 1
@@ -97,7 +97,7 @@ def test_why_it_did_not_start_is_said(tmp_path: Path) -> None:
 
 def test_what_does_not_listen_in_time_is_not_left_behind() -> None:
     silent = ListeningProcess(program("print('listening on'); import time; time.sleep(600)"), start_timeout=0.5)
-    with pytest.raises(tq.errors.UnavailableError, match="did not listen within"):
+    with pytest.raises(tq.errors.UnavailableError, match="did not start listening within"):
         silent.start()
     assert not psutil.pid_exists(silent.pid)
 

@@ -1,4 +1,4 @@
-"""Parsing of service addresses, and readable explanations of connection failures."""
+"""Parsing of service addresses, and plain-language explanations of connection failures."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _CAUSES: Final = (
 
 
 def parse_address(address: str, name: str = "address", default_port: int = DEFAULT_PORT) -> str:
-    """Normalize an address to gRPC's form, "host:port". If the port is missing, the default port is used.
+    """Normalize an address to the form "host:port", using the default port if the port is missing.
 
     To specify several controllers of a cluster, separate their addresses with commas.
 
     A host is a name, an IPv4 address, or an IPv6 address in brackets. The brackets may be omitted if the port is
-    omitted. Targets in gRPC's own notation are also accepted: "dns:...", "ipv4:...", "ipv6:...", "unix:...",
-    "unix-abstract:...", "vsock:...", "xds:...".
+    omitted. gRPC target URIs are also accepted: "dns:...", "ipv4:...", "ipv6:...", "unix:...", "unix-abstract:...",
+    "vsock:...", "xds:...".
 
     Args:
-        address: the address to normalize.
+        address: address as the user entered it, or several addresses separated by commas.
         name: name of the argument or setting, for error messages.
         default_port: port to use if the address does not contain a port.
 
@@ -59,13 +59,13 @@ def parse_address(address: str, name: str = "address", default_port: int = DEFAU
 
 
 def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
-    """Normalize one address as `parse_address` does, but omit the address from error messages.
+    """Normalize a single address like `parse_address`, but with error messages that do not repeat the address.
 
     Raises:
         ValueError: the address is not valid.
     """
     if not isinstance(address, str):
-        raise ValueError(f"{_EXPECTED}, as a string")
+        raise ValueError(f"{_EXPECTED}, given as a string")
     if not address:
         raise ValueError(f"{_EXPECTED}; omit it or pass None for the default")
     if address.startswith(_LOCAL_SCHEMES) and not address.endswith(":"):
@@ -101,7 +101,7 @@ def split_addresses(addresses: str) -> list[str]:
 def hosts_and_ports(address: str) -> list[tuple[str, int]]:
     """Return the (host, port) pairs in a gRPC address.
 
-    The list is empty for sockets and for targets that only gRPC can resolve.
+    The list is empty for Unix sockets and for other targets that only gRPC can resolve.
     """
     if address.startswith(_LOCAL_SCHEMES):
         return []
@@ -158,7 +158,7 @@ def _is_ip(text: str, version: int) -> bool:
 
 
 def cause_of(details: str) -> str:
-    """Return a readable cause for gRPC's message about a failed connection, or the message if the cause is unknown."""
+    """Return the cause of a failed connection in plain words, or gRPC's own message if the cause is unknown."""
     text = details.lower()
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, text)), details)
 

@@ -1,4 +1,4 @@
-"""Turns that prevent smaller writes from overtaking a large write forever while it waits for capacity."""
+"""Turns for writes that wait for capacity, so that smaller writes cannot overtake a large write forever."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Waits(Protocol):
     """A write that is waiting for capacity.
 
     Attributes:
-        since: time at which the write began waiting or its last turn ended, on `AdmissionTurn`'s clock.
+        since: time when the write started waiting, or when its last turn ended, on the clock of `AdmissionTurn`.
     """
 
     since: float
@@ -22,11 +22,11 @@ class Waits(Protocol):
 class AdmissionTurn:
     """A scheduler that occasionally gives an overtaken write a turn, during which no other write can overtake it.
 
-    A write that fits may overtake writes that do not fit, because a waiting write may depend on samples from later
-    writes. However, a large write would never fit if other writes always took freed capacity immediately. After 10
-    seconds, the longest-waiting write therefore gets a turn, and capacity freed during the turn is reserved for this
-    write. A turn ends after 5 seconds, because a write that can never fit must not block all other writes. The other
-    writes then proceed for 10 seconds before the next turn.
+    A write that fits may overtake writes that do not, because samples from later writes may be needed before capacity
+    is freed. However, a large write would never fit if other writes always took freed capacity immediately. After 10
+    seconds, the longest-waiting write therefore gets a turn, which reserves all capacity freed during that time for
+    this write. A turn ends after 5 seconds, so that a write that can never fit does not block all others. Other writes
+    may then overtake again for 10 seconds before the next turn starts.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -59,6 +59,6 @@ class AdmissionTurn:
         return self._holder
 
     def leave(self, write: Waits) -> None:
-        """End the current turn if it belongs to the given write, which has stopped waiting."""
+        """End the current turn if it belongs to this write, which is no longer waiting."""
         if self._holder is write:
             self._holder, self._over_at = None, self._clock()

@@ -1,6 +1,6 @@
 """Timings of clients and loaders, reported to the probes that `tq.instrument` registers.
 
-The time that a batch spends in each stage is collected separately, for the `StepTimer` of the consuming loop.
+Separately, the time that a batch spends in each stage is collected for the `StepTimer` of the consuming loop.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 T = TypeVar("T")
 
 Note = tuple[str, tuple[Any, ...]]
-"""The name of a `Probe` method, and the arguments for a call to this method."""
+"""The name of a `Probe` method, and the arguments to call the method with."""
 
 
 class Probe(Protocol):
-    """Interface for receiving events from the clients and loaders of this process, in any thread."""
+    """Receiver of events from the clients and loaders in this process, which may call it from any thread."""
 
     def fetched(self, seconds: float) -> None:
         """Record a completed call to `get_data`."""
@@ -40,11 +40,11 @@ class Probe(Protocol):
         ...
 
     def loaded(self, wait_seconds: float, work_seconds: float) -> None:
-        """Record a micro-batch, with the time spent waiting for it and working on the previous micro-batch."""
+        """Record the time spent waiting for a micro-batch and working on the previous micro-batch."""
         ...
 
     def stepped(self, seconds: tuple[tuple[str, float], ...]) -> None:
-        """Record all or part of a trainer's step, as (stage, seconds) pairs. Stages that took 0 seconds are omitted."""
+        """Record all or part of a trainer's step, as (stage, seconds) pairs without the stages that took no time."""
         ...
 
 
@@ -55,8 +55,8 @@ probes: Final[list[Probe]] = []
 class ProbeNotes:
     """A probe that buffers the events of a worker process until they are reported to the probes of the parent process.
 
-    After a fork, a worker inherits its parent's probes. The inherited probes would update counters that nothing reads.
-    With prometheus-client's multiprocess files, the inherited probes would count events twice. `ProbeNotes` therefore
+    After a fork, a worker inherits its parent's probes, which would update counters that nothing reads. With the
+    multiprocess files of prometheus-client, the inherited probes would even count events twice. `ProbeNotes` therefore
     replaces all other probes.
     """
 
@@ -64,15 +64,15 @@ class ProbeNotes:
         self._notes: deque[Note] = deque()  # client threads append to it
 
     def replace_probes(self) -> None:
-        """Make this object the only probe of this process."""
+        """Replace all probes of this process with this object."""
         probes[:] = [cast("Probe", self)]
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return a stand-in for a `Probe` method, which stores the name and the arguments."""
+        """Return a stand-in for a `Probe` method, which buffers the method's name and arguments."""
         return lambda *values: self._notes.append((name, values))
 
     def take(self) -> tuple[Note, ...]:
-        """Remove and return the buffered events."""
+        """Remove the buffered events and return them."""
         return tuple(self._notes.popleft() for _ in range(len(self._notes)))
 
 
@@ -104,10 +104,10 @@ class Span(NamedTuple):
     """A period that a batch spent in a stage.
 
     Attributes:
-        stage: the stage that the batch was in.
+        stage: stage that the batch was in during the span.
         began_at: start time in seconds, on the `time.perf_counter` clock, which all processes on a host share.
         ended_at: end time in seconds on the same clock.
-        size_bytes: number of bytes transferred or processed.
+        size_bytes: number of bytes transferred or processed during the span.
         is_call: whether the span is all or part of a call, and therefore counts toward the cost per call.
     """
 
@@ -123,18 +123,18 @@ _MOST_SPANS: Final = 4096  # limits memory use if a trainer makes calls but no l
 
 @dataclass(slots=True, eq=False)
 class Collected:
-    """Spans collected while a section of a program ran.
+    """Spans collected while some part of the program ran.
 
     Attributes:
         spans: collected spans, in no particular order.
-        batch_count: number of batches that began while the section ran.
+        batch_count: number of batches that began while this part of the program ran.
     """
 
     spans: list[Span] = field(default_factory=list)
     batch_count: int = 0
 
     def add(self, spans: Iterable[Span], batch_count: int = 0) -> None:
-        """Add spans, for example the spans of a batch that were collected in another process."""
+        """Add spans that were collected elsewhere, for example in the worker process that fetched a batch."""
         self.batch_count += batch_count
         if len(self.spans) < _MOST_SPANS:
             self.spans.extend(spans)
@@ -148,13 +148,13 @@ class Collected:
         *,
         is_call: bool = False,
     ) -> None:
-        """Add a span that ends at `ended_at` or, by default, now."""
+        """Add a span that ends at `ended_at`, which defaults to the current time."""
         ended_at = time.perf_counter() if ended_at is None else ended_at
         self.add((Span(stage, began_at, ended_at, size_bytes, is_call),))
 
 
 collected_here: Final[ContextVar[Collected | None]] = ContextVar("collected_here", default=None)
-"""The collection that records the calls of the current thread or task. The value is None if calls are not collected."""
+"""The collection that records the calls of the current thread or task, or None if calls are not collected."""
 
 step_report: Final[ContextVar[Callable[[], Any] | None]] = ContextVar("step_report", default=None)
 """A function that returns the `StepTimes` to send with a rank's next claim, or None."""
@@ -172,7 +172,7 @@ def collecting() -> Iterator[Collected]:
 
 
 class TimesSteps(Protocol):
-    """Protocol of `StepTimer`, which measures a trainer's steps."""
+    """Protocol implemented by `StepTimer`, which measures a trainer's steps."""
 
     clock: Callable[[], float]
 
@@ -182,10 +182,10 @@ class TimesSteps(Protocol):
 
 
 def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
-    """Yield a loader's micro-batches, and record how long the consumer waits for and works on each micro-batch.
+    """Yield a loader's micro-batches, and record how long the consumer waits for each one and works on it.
 
     The client calls that the consumer makes between micro-batches are also collected. The generator runs in the
-    consumer's context, so its collection stays active while the consumer works.
+    consumer's context, so the collection that it starts stays active while the consumer works.
     """
     if not probes and timer is None:
         yield from items

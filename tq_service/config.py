@@ -42,7 +42,7 @@ CLIENT_VARIABLES: Final = frozenset(
         "TQ_TOKEN_FILE",
     }
 )
-"""Environment variables that clients read. A service ignores these variables and does not report them as unknown."""
+"""Environment variables that clients read. The service ignores these variables, without reporting them as unknown."""
 # Kubernetes sets variables such as TQ_X_SERVICE_HOST and TQ_X_PORT=tcp://... in pods if the name of a Service starts
 # with "tq".
 _LINK_NAME: Final = re.compile(r"TQ_\w+_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
@@ -80,7 +80,7 @@ def parse_size(text: object) -> object:
 
 
 def format_size(size_bytes: int | None) -> str:
-    """Format a size in a form that `parse_size` converts back exactly. None becomes "none"."""
+    """Format a size as text from which `parse_size` can restore the exact value. None becomes "none"."""
     if size_bytes is None:
         return "none"
     for unit in ("TiB", "GiB", "MiB", "KiB"):
@@ -90,7 +90,7 @@ def format_size(size_bytes: int | None) -> str:
 
 
 def format_setting(name: str, value: object) -> str:
-    """Format the value of a setting as a user would enter it. Passwords in URLs are removed. None becomes ""."""
+    """Format a setting's value as a user would enter it, but without passwords in URLs. None becomes ""."""
     if name.endswith("_bytes") and (value is None or isinstance(value, int)):
         return format_size(value)
     if isinstance(value, str) and "://" in value:
@@ -101,7 +101,7 @@ def format_setting(name: str, value: object) -> str:
 def default_max_bytes() -> int:
     """Return half of the memory available to this process, rounded down to MiB.
 
-    The remaining memory is available for streams and other purposes.
+    The other half is left for streams and everything else in the process.
     """
     return max(memory_limit_bytes() // 2 // 2**20, 1) * 2**20
 
@@ -113,7 +113,7 @@ def default_shared_memory_dir() -> Path:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a server that listens on `host` is reachable only from this machine."""
+    """Return whether a server listening on `host` is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -149,7 +149,7 @@ SizeOrNone = Annotated[int | None, BeforeValidator(parse_size)]
 
 
 class _Section(BaseSettings):
-    """A section of the settings. The docstring of a subclass is its title in the help and the docs."""
+    """A section of the settings. The docstring of each subclass is the section's title in the help and the docs."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 
@@ -177,21 +177,21 @@ class _Network(_Section):
     )
     shared_memory_dir: Path = Field(
         default_factory=default_shared_memory_dir,
-        description="Directory of the shared-memory socket; its permissions determine which users can use shared "
-        "memory. Containers on one host must mount the same directory. Default: tq_service-<uid> in the temporary "
-        "directory, accessible only to the current user.",
+        description="Directory of the shared-memory socket; the directory's permissions determine which users can use "
+        "shared memory. Containers on one host must mount the same directory. Default: tq_service-<uid> in the "
+        "temporary directory, accessible only to the current user.",
     )
     bulk: Literal["on", "off"] = Field(
         "on",
         description="Whether puts and gets of 2 MiB or more use separate connections, which can use all CPU cores: on "
-        "(for clients that can reach the bulk port), or off (all data is sent in gRPC messages).",
+        "(if the client can reach the bulk port) or off (all data is sent in gRPC messages).",
     )
     bulk_port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="Port for bulk connections, which use the listening address and security settings of the service; "
-        "0 for any free port, which firewalls and Kubernetes usually block.",
+        description="Port for bulk connections, which use the service's listening address and security settings. With "
+        "0, any free port is used, but firewalls and Kubernetes usually block it.",
     )
     bulk_advertise: AdvertisedAddress | None = Field(
         None,
@@ -202,8 +202,8 @@ class _Network(_Section):
         None,
         ge=0,
         le=65535,
-        description="Port on which Prometheus scrapes /metrics; 0 for any free port. The endpoint uses TLS if tls_cert "
-        "is set. If auth_tokens_file is set, scraping requires a token with role read and prefix ''. Requires "
+        description="Port that serves /metrics for Prometheus; 0 for any free port. The endpoint uses TLS if tls_cert "
+        "is set. If auth_tokens_file is set, Prometheus needs a token with role read and prefix ''. Requires "
         "tq-service[metrics]. Default: none.",
     )
     metrics_host: str = Field(
@@ -213,8 +213,7 @@ class _Network(_Section):
     max_message_bytes: Size = Field(
         4 * 2**20,
         ge=4 * 2**20,
-        description="Maximum size of a gRPC message; larger requests and data transfers are split into several "
-        "messages.",
+        description="Maximum size of a gRPC message; larger requests and transfers are split into several messages.",
     )
     max_metadata_bytes: Size = Field(
         16 * 2**10, ge=2**10, description="Maximum size of a call's metadata (headers, including the token)."
@@ -222,15 +221,14 @@ class _Network(_Section):
     stall_seconds: float = Field(
         60.0,
         gt=0,
-        description="Idle timeout of streaming calls: if a client takes longer to send or receive 64 KiB, the call is "
-        "aborted and its memory is released.",
+        description="Maximum time that a client may take to send or receive 64 KiB in a streaming call. Slower calls "
+        "are aborted, and their memory is released.",
     )
     min_stream_rate_bytes: Size = Field(
         8 * 2**20,
         ge=0,
-        description="Minimum combined rate of put and get streams, in bytes per second, enforced while puts wait for "
-        "capacity. After 10 s, each of n streams must reach 1/n of this rate; slower streams are aborted. 0: no "
-        "minimum.",
+        description="Minimum combined rate of all put and get streams, in bytes per second; 0 for no minimum. While "
+        "puts wait for capacity, each of n streams must reach 1/n of this rate after 10 s; slower streams are aborted.",
     )
 
 
@@ -244,8 +242,8 @@ class _Process(_Section):
     grace_seconds: float = Field(15.0, ge=0, description="Time allowed for in-flight calls to finish after SIGTERM.")
     traces: bool = Field(
         False,
-        description="Trace calls with OpenTelemetry; the spans are children of the clients' spans. Run the service "
-        "under opentelemetry-instrument or another program that configures a tracer provider. Requires "
+        description="Trace calls with OpenTelemetry; the service's spans become children of the clients' spans. Run "
+        "the service under opentelemetry-instrument or another program that configures a tracer provider. Requires "
         "tq-service[traces].",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Minimum level to log.")
@@ -268,19 +266,19 @@ class _StorageAndDurability(_Section):
     )
     data_dir: Path | None = Field(
         None,
-        description="Directory for the service's persistent state; only one process at a time can use it. Default: "
-        "none; the state is kept in memory and is lost when the service stops.",
+        description="Directory for the service's persistent state, which only one process can use at a time. Default: "
+        "none (the state is kept in memory and lost when the service stops).",
     )
     durability: Literal["auto", "memory", "process", "disk"] = Field(
         "auto",
-        description="Failures that acknowledged changes survive: none (memory), a process crash (process), or a host "
-        "crash (disk). The setting auto means process if data_dir is set, otherwise memory.",
+        description="Which failures acknowledged changes survive: none (memory), a process crash (process), or a host "
+        "crash (disk). With auto, the level is process if data_dir is set, and memory otherwise.",
     )
     mirror: str | None = Field(
         None,
         min_length=1,
         description="URL of an object store that keeps copies of this storage service's puts on other nodes, such as "
-        "s3://bucket/prefix; see docs/engines.md. If this service is lost, another storage service with the same "
+        "s3://bucket/prefix; see docs/engines.md. If this storage service is lost, another service with the same "
         "mirror takes over its puts. Requires role storage; cannot be combined with data_dir. Default: none.",
     )
     mirror_copies: int = Field(
@@ -290,15 +288,15 @@ class _StorageAndDurability(_Section):
         1,
         ge=0,
         description="Number of mirror copies required before a put completes. With 0, puts are mirrored in the "
-        "background, and the most recent puts are lost if this service is lost.",
+        "background, and the most recent ones are lost if this service is lost.",
     )
     mirror_memory_bytes: Size | None = Field(
         None,
         ge=1,
-        description="Memory limit for stored puts. Beyond this limit, the least recently used puts with mirror copies "
-        "are evicted and read back on access, so max_bytes may exceed the available memory. Puts and gets in progress "
-        "need additional memory. Requires an object store that survives a power loss. Default: all puts stay in "
-        "memory.",
+        description="Memory limit for stored puts. Beyond this limit, the least recently used puts that have mirror "
+        "copies are evicted, and read back when accessed, so max_bytes may exceed the available memory. Puts and gets "
+        "in progress need additional memory. Requires an object store that survives a power loss. Default: none (all "
+        "puts stay in memory).",
     )
     mirror_offered_bytes: Size = Field(
         0,
@@ -316,8 +314,8 @@ class _StorageAndDurability(_Section):
         None,
         min_length=1,
         description="Directory or object store URL, such as s3://bucket/prefix, where each batch planned for ranks is "
-        "recorded with its data, for tq-service replay; see docs/recording.md. Requires role all. If the directory is "
-        "on the file system of data_dir, files are linked instead of copied. Default: none.",
+        "recorded together with its data, for tq-service replay; see docs/recording.md. Requires role all. If the "
+        "directory is on the same file system as data_dir, files are linked instead of copied. Default: none.",
     )
     record_steps: int | None = Field(
         None,
@@ -334,8 +332,8 @@ class _StorageAndDurability(_Section):
     accept_journal_loss: bool = Field(
         False,
         description="Start even if data_dir contains a damaged journal record. Earlier records are kept; the damaged "
-        "record and all later ones are dropped. Set this for a single start, after reading the error from the failed "
-        "start.",
+        "record and all later ones are dropped. Set this option for one start only, after reading the error message of "
+        "the failed start.",
     )
     put_ttl_seconds: float = Field(300.0, gt=0, description="Time after which an uncommitted put expires.")
     request_record_seconds: float = Field(
@@ -346,7 +344,7 @@ class _StorageAndDurability(_Section):
     request_record_bytes: Size = Field(
         128 * 2**20,
         ge=2**20,
-        description="Memory for responses kept for retries; when this memory is full, the oldest responses are "
+        description="Maximum size of the responses kept for retries; beyond this limit, the oldest responses are "
         "dropped.",
     )
 
@@ -357,21 +355,21 @@ class _Cluster(_Section):
     journal: Journal | None = Field(
         None,
         description="URL of the journal for a cluster of controllers: etcd://host:port,host:port,... with the client "
-        "addresses of the etcd members. One controller leads; the others follow the journal, and one of them takes "
-        "over if the leader fails. Requires role controller, cluster, and data_dir for each controller's snapshots. "
-        "Default: the journal is stored in data_dir.",
+        "addresses of the etcd members. One controller leads, and the others follow the journal; if the leader fails, "
+        "one of them takes over. Requires role controller, a cluster name, and a data_dir for each controller's "
+        "snapshots. Default: none (the journal is stored in data_dir).",
     )
     cluster: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
-        description="Name of the controller cluster in etcd; it must be the same on all controllers.",
+        description="Name of the controller cluster in etcd, which must be the same on all controllers.",
     )
     lease_seconds: float = Field(
         5.0,
         ge=2,
         le=60,
-        description="Lease duration of the leading controller; if the leader dies, a standby takes over after this "
-        "time.",
+        description="Duration of the leading controller's lease; if the leader dies, a standby takes over when the "
+        "lease expires.",
     )
     etcd_user: str | None = Field(
         None,
@@ -381,8 +379,8 @@ class _Cluster(_Section):
     etcd_password_file: Path | None = Field(None, description="File containing the password of etcd_user.")
     etcd_ca: Path | None = Field(
         None,
-        description="CA certificates (PEM) for verifying etcd members; setting etcd_ca or etcd_cert enables TLS to "
-        "etcd.",
+        description="CA certificates (PEM) for verifying etcd members; setting etcd_ca or etcd_cert enables TLS for "
+        "connections to etcd.",
     )
     etcd_cert: Path | None = Field(None, description="Client certificate for etcd, with its chain (PEM).")
     etcd_key: Path | None = Field(None, description="Private key of etcd_cert (PEM, no passphrase).")
@@ -401,8 +399,8 @@ class _Batches(_Section):
     sampler_threads: int = Field(4, ge=1, description="Number of threads reserved for samplers.")
     allow_sampler_import: bool = Field(
         False,
-        description="Allow clients to specify samplers as module:Class; the server then imports the module. Default: "
-        "true if the server is reachable only from this machine and requires no tokens, otherwise false.",
+        description="Allow clients to specify samplers as module:Class; the service then imports the module. Default: "
+        "true if the service is reachable only from this machine and requires no tokens, otherwise false.",
     )
 
 
@@ -421,8 +419,8 @@ class _Security(_Section):
     )
     tls_ca: Path | None = Field(
         None,
-        description="CA certificates (PEM) for verifying other services. Setting tls_ca or tls_cert enables TLS to "
-        "other services, with tls_cert as the client certificate. Default: gRPC's built-in CA certificates.",
+        description="CA certificates (PEM) for verifying other services. Setting tls_ca or tls_cert enables TLS for "
+        "calls to other services, with tls_cert as the client certificate. Default: gRPC's built-in CA certificates.",
     )
     auth_tokens_file: Path | None = Field(
         None,
@@ -430,29 +428,29 @@ class _Security(_Section):
         "without a valid token are rejected. Reloaded when the file changes.",
     )
     peer_token_file: Path | None = Field(
-        None, description="File containing a token with role service, which this service sends to other services."
+        None, description="File containing a token with role service, which this service presents to other services."
     )
     internal_secret_file: Path | None = Field(
         None,
         description="File containing the secret shared by the services of one deployment. The secret proves that a "
         "call comes from a service, not from a client. A service with role controller or all creates the file if it is "
         "missing. Reloaded when the file changes. Default: none if services have tokens with role service; a per-user "
-        "file if all services listen on the loopback address; otherwise none, and services in separate processes do "
-        "not start.",
+        "file if all services listen on the loopback address; otherwise none, in which case services in separate "
+        "processes do not start.",
     )
     insecure: bool = Field(
         False, description="Allow listening on non-loopback addresses without TLS and tokens; for trusted networks."
     )
     audit_file: Path | None = Field(
         None,
-        description="File that the audit log is appended to: one line per rejected call and per administrative call. "
+        description="File to append the audit log to, with one line per rejected call and per administrative call. "
         "Default: the audit log is written to stderr with the other log lines.",
     )
     audit_repeat_seconds: float = Field(
         0.0,
         ge=0,
-        description="Time window for combining repeated rejections of the same kind into one log line with a count, to "
-        "keep them from filling the disk; 0 logs each rejection.",
+        description="Time window in which repeated rejections of the same kind are combined into one log line with a "
+        "count, to keep them from filling the disk; 0 logs each rejection.",
     )
 
 
@@ -462,21 +460,21 @@ class _Limits(_Section):
     max_connections: int = Field(
         16_384,
         ge=1,
-        description="Maximum number of open connections; further connections are closed.",
+        description="Maximum number of open connections; additional connections are closed.",
     )
     first_call_seconds: float = Field(
         10.0,
         gt=0,
-        description="Time limit for the first call on a new connection, with a valid token if tokens are required; "
-        "after this time, the connection is closed. If tokens are required, health checks do not count as calls.",
+        description="Time limit for the first call on a new connection (with a valid token, if tokens are required), "
+        "after which the connection is closed. If tokens are required, health checks do not count as calls.",
     )
     idle_connection_seconds: float = Field(
-        600.0, gt=0, description="Idle time after which a connection is closed; clients then reconnect."
+        600.0, gt=0, description="Idle time after which a connection is closed; clients reconnect automatically."
     )
     max_streams: int = Field(
         4_096,
         ge=1,
-        description="Maximum number of concurrent calls per connection; clients queue further calls.",
+        description="Maximum number of concurrent calls per connection; clients queue additional calls.",
     )
     max_calls: int = Field(65_536, ge=1, description="Maximum number of concurrent calls, excluding health checks.")
     max_waiting_calls: int = Field(32_768, ge=1, description="Maximum number of calls waiting for samples or capacity.")
@@ -495,7 +493,7 @@ class _Limits(_Section):
     max_uncommitted_puts: int = Field(
         65_536,
         ge=1,
-        description="Maximum number of puts waiting for a commit to a controller in another process.",
+        description="Maximum number of stored puts that are not yet committed to a controller in another process.",
     )
     max_partitions: int = Field(10_000, ge=1, description="Maximum number of partitions.")
     max_policies: int = Field(1_000, ge=1, description="Maximum number of policies with published versions.")
@@ -511,7 +509,7 @@ class _Limits(_Section):
     max_sample_meta_bytes: Size = Field(
         16 * 2**10,
         ge=8,
-        description="Maximum size of the custom_meta of one sample in a single write.",
+        description="Maximum size of one sample's custom_meta in a single write.",
     )
     max_name_length: int = Field(
         512,
@@ -524,13 +522,13 @@ class _Limits(_Section):
 class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurability, _Process, _Network):
     """Settings of `tq-service serve`.
 
-    The command's help and the docs show the description of each setting. The bases are listed in reverse order, because
-    pydantic orders fields from the last base to the first.
+    The description of each setting is shown in the command's help and in the docs. The bases are listed in reverse
+    order, because pydantic orders fields from the last base to the first.
     """
 
     @classmethod
     def section_of(cls, name: str) -> str:
-        """Return the title of the section that contains a setting."""
+        """Return the title of the section that the setting belongs to."""
         sections = (base for base in cls.__bases__ if issubclass(base, _Section) and name in base.model_fields)
         return inspect.cleandoc(next(sections).__doc__ or "").rstrip(".")
 
@@ -642,7 +640,7 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
 
     @property
     def effective_durability(self) -> Literal["memory", "process", "disk", "cluster"]:
-        """The durability level, with "auto" resolved."""
+        """The durability level, with "auto" resolved to the actual level."""
         if self.journal is not None:
             return "cluster"
         if self.durability == "auto":
@@ -650,7 +648,7 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         return self.durability
 
     def checkpoint_directory(self) -> Path | None:
-        """Return the directory that contains all checkpoints, or None if no directory is configured."""
+        """Return the directory for checkpoints, or None if none is configured."""
         if self.checkpoint_dir is None and self.data_dir is not None:
             return self.data_dir / "checkpoints"
         return self.checkpoint_dir
@@ -669,17 +667,17 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         return join_address(socket.gethostname() if anywhere else self.host, port)
 
     def bulk_address(self, port: int) -> str:
-        """Return the bulk address, as sent in `StatResponse.bulk_address`. `port` is the listening port."""
+        """Return the address to send in `StatResponse.bulk_address`, given the listening bulk port."""
         return f":{port}" if self.bulk_advertise is None else normal_address(self.bulk_advertise, port)
 
     def storage_name(self, port: int) -> str:
-        """Return the name of this storage service. `port` is its listening port."""
+        """Return the name of this storage service, which by default contains the host name and the listening port."""
         return self.storage_id or f"{socket.gethostname()}-{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedSettings:
-    """Settings, with the source of each value.
+    """Merged settings, with the source of each value.
 
     Attributes:
         settings: the merged settings.
@@ -701,8 +699,8 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
 
     Args:
         flags: settings from the command line. Settings whose value is None are ignored.
-        config: TOML file that contains settings by name. If None, the file named by the environment variable TQ_CONFIG
-            is read, if this variable is set.
+        config: path of a TOML settings file. If None, the file named by the environment variable TQ_CONFIG is read, if
+            set.
 
     Raises:
         InvalidArgumentError: the file cannot be read or contains unknown settings, or a value is invalid.
@@ -727,9 +725,9 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
 
 
 def unknown_variables() -> dict[str, str | None]:
-    """Return the unknown `TQ_*` environment variables of this process, each with the most similar known name or None.
+    """Return this process's unknown `TQ_*` environment variables, each with the most similar known name, or None.
 
-    Neither the service nor clients read unknown variables. Most unknown variables are misspelled settings.
+    Most unknown variables are misspelled settings, which neither the service nor the clients read.
     """
     known = {f"{ENV_PREFIX}{name.upper()}" for name in ServeSettings.model_fields} | CLIENT_VARIABLES
     known.add(CONFIG_VARIABLE)
@@ -759,7 +757,7 @@ def _read_file(path: Path) -> dict[str, object]:
 
 
 def _explain(error: ValidationError, sources: Mapping[str, Source], config: Path | None) -> str:
-    """Describe each invalid setting with its value, its source, and the expected value."""
+    """Describe each invalid setting, with its value, its source, and the expected value."""
     problems = []
     for problem in error.errors(include_url=False):
         reason = problem["msg"].removeprefix("Value error, ")

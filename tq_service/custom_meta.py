@@ -1,8 +1,8 @@
-"""Columns of custom_meta, with typed values, which claims can compare and sort, and other values, stored as JSON.
+"""Columns of custom_meta: typed values, which claims can compare and sort, and other values, stored as JSON.
 
-The first number, bool or string in a column determines the column's type. Values of other types, null, lists and
-objects are stored separately as JSON text. A column therefore accepts every JSON value, at no additional cost for
-typed values. `where`, `order_by` and samplers read only typed values.
+The first number, bool or string in a column determines the column's type. Null, lists, objects and scalars of other
+types are stored separately as JSON text. A column therefore accepts any JSON value, at no extra cost for typed values.
+`where`, `order_by` and samplers read only typed values.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class JsonNull(Enum):
 
 
 JSON_NULL: Final = JsonNull.JSON_NULL
-"""Value to write to store null for a sample. A stored null is read as None. Writing None removes a value instead."""
+"""Write this value to store null for a sample, which is then read as None. Writing None removes the sample's value."""
 _NULL: Final = "null"
 
 MetaValue: TypeAlias = "JsonValue | JsonNull"
 
 
 def keeping_nulls(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a copy of custom_meta rows in which None is replaced by `JSON_NULL`, so it is stored as null."""
+    """Return a copy of the custom_meta rows with None replaced by `JSON_NULL`, which is stored as null."""
     return [{name: JSON_NULL if value is None else value for name, value in row.items()} for row in rows]
 
 
@@ -54,17 +54,17 @@ KIND_NAMES: Final = {"i": "int64", "f": "double", "b": "bool", "O": "string"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaColumn:
-    """The values of several samples in a custom_meta column.
+    """The values that several samples have in one custom_meta column.
 
     Attributes:
         name: name of the column.
         values: typed values, of shape `(n,)` and dtype int64, float64, bool or object (str). The entries for samples
             without a typed value are undefined.
-        present: whether each sample has a typed value, of shape `(n,)`.
-        json: JSON text of each sample whose value is not typed, and None for other samples, of shape `(n,)` and dtype
+        present: for each sample, whether it has a typed value, of shape `(n,)`.
+        json: JSON text of each sample whose value is not typed, or None for other samples, of shape `(n,)` and dtype
             object. The attribute is None if no sample has a JSON value.
-        removed: whether a write removes each sample's value, of shape `(n,)`. The attribute is None if the write does
-            not remove any values.
+        removed: for each sample, whether writing this column removes the sample's value, of shape `(n,)`. The attribute
+            is None if the write does not remove any values.
     """
 
     name: str
@@ -75,17 +75,17 @@ class MetaColumn:
 
     @property
     def has_json(self) -> NDArray[np.bool_]:
-        """Whether each sample has a JSON value, of shape `(n,)`."""
+        """For each sample, whether it has a JSON value, of shape `(n,)`."""
         return np.zeros(self.present.size, np.bool_) if self.json is None else self.json != None  # noqa: E711  (of each)
 
     @property
     def has_value(self) -> NDArray[np.bool_]:
-        """Whether each sample has a typed value or a JSON value, of shape `(n,)`."""
+        """For each sample, whether it has a typed value or a JSON value, of shape `(n,)`."""
         return self.present if self.json is None else self.present | self.has_json
 
     @property
     def is_written(self) -> NDArray[np.bool_]:
-        """Whether a write of this column sets or removes each sample's value, of shape `(n,)`."""
+        """For each sample, whether writing this column sets or removes its value, of shape `(n,)`."""
         return self.has_value if self.removed is None else self.has_value | self.removed
 
     def at(self, positions: NDArray[Any]) -> MetaColumn:
@@ -99,7 +99,7 @@ class MetaColumn:
         )
 
     def text_sizes(self, size_of: Callable[[str], int]) -> NDArray[np.int64]:
-        """Return the size of each sample's text and JSON, as measured by `size_of`, in an array of shape `(n,)`."""
+        """Return the total size of each sample's string and JSON text, as measured by `size_of`, of shape `(n,)`."""
         sizes = np.zeros(self.present.size, np.int64)
         texts = self.values if self.values.dtype.kind == "O" else None
         for values, has_one in ((texts, self.present), (self.json, self.has_json)):
@@ -121,7 +121,7 @@ class MetaColumn:
 
 
 def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[Any]) -> MetaColumn:
-    """Build a column for `size` samples from values of any type at the given positions. None removes a sample's value.
+    """Build a column for `size` samples from JSON values of any type at the given positions. None removes a value.
 
     Raises:
         InvalidArgumentError: a value cannot be represented as JSON. The message contains the position of the value.
@@ -143,7 +143,7 @@ def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[A
 
 
 def no_values(name: str, size: int, kind: str = "b") -> MetaColumn:
-    """Return a column of the given type without values, for `size` samples."""
+    """Return a column of the given type for `size` samples, without any values."""
     values = np.full(size, "" if kind == "O" else 0, DTYPES[kind])
     return MetaColumn(name=name, values=values, present=np.zeros(size, np.bool_))
 
@@ -156,8 +156,7 @@ def fitted(column: MetaColumn, kind: str | None) -> MetaColumn:
         kind: the new type, as a numpy kind. If None, the column gets the type of the first scalar.
 
     Raises:
-        InvalidArgumentError: a number that does not fit the type is infinite or NaN. JSON cannot represent such
-            numbers.
+        InvalidArgumentError: a number must become JSON because it does not fit the type, but is infinite or NaN.
     """
     scalars: dict[int, Scalar] = {}
     texts = np.full(column.present.size, None, np.object_)
@@ -199,7 +198,7 @@ def _fits(kind: str, value: Scalar) -> bool:
 def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArray[Any]) -> MetaColumn:
     """Build a column from JSON texts and from scalars, which are keyed by their position in the column.
 
-    Scalars that do not fit the kind are converted to JSON texts.
+    Scalars that do not fit the kind are converted to JSON text.
     """
     column = no_values(name, texts.size, kind)
     for position, value in scalars.items():
@@ -237,7 +236,7 @@ def laid_over(old: MetaColumn, new: MetaColumn) -> MetaColumn:
 
 
 def to_json(name: str, position: int, value: Any, *, beside: str = "") -> str:
-    """Convert a value that consists of plain JSON types to JSON text.
+    """Convert a value made up of plain JSON types to JSON text.
 
     Raises:
         InvalidArgumentError: a number is not finite, or text is not valid Unicode. The message contains the column and
@@ -264,7 +263,7 @@ def _dumped(value: Any) -> str:
 
 
 def checked_texts(name: str, texts: Iterable[str]) -> list[str]:
-    """Validate JSON texts received from a client, and convert them to normalized form.
+    """Validate JSON texts received from a client, and convert them to their normalized form.
 
     Raises:
         InvalidArgumentError: a text is not valid JSON, or is nested too deeply.
@@ -294,7 +293,7 @@ def _no_constant(name: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """Return the nesting depth of lists and objects. If the depth exceeds the limit, return the limit plus one."""
+    """Return how deeply lists and objects are nested, or the limit plus one if the depth exceeds the limit."""
     depth, level = 0, [value]
     while depth <= MOST_JSON_DEPTH:
         level = [each for each in level if isinstance(each, list | dict)]
@@ -317,8 +316,8 @@ def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
 
     Args:
         value: the value to convert.
-        path: location of the value: the sample's position, the column's name, and the positions and keys within nested
-            lists and dicts.
+        path: location of the value, as the sample's position, the column's name, and the positions and keys within
+            nested lists and dicts.
     """
     if type(value) in _KINDS or value is None:
         return value
@@ -332,8 +331,8 @@ def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
     is_object = isinstance(value, Mapping)
     if not is_object and not isinstance(value, list | tuple):
         raise InvalidArgumentError(
-            f"{_shown(path)} has type {type(value).__name__}; expected a JSON value: bool, int, float, str, None, or "
-            "lists and dicts of these. Store values of other types in a field",
+            f"{_shown(path)} has type {type(value).__name__}; expected a JSON value: bool, int, float, str, None, or a "
+            "list or dict of these. Store values of other types in a field",
             field="custom_meta",
         )
     if len(path) == MOST_JSON_DEPTH + 2:

@@ -1,7 +1,7 @@
 """Calls that run in daemon threads and are awaited on the event loop.
 
-The interpreter joins executor threads when it exits, so a single hung call would prevent the process from exiting.
-Daemon threads are not joined. Starting a thread is cheap compared to the calls that use this module.
+The interpreter joins executor threads when it exits, so a single hung call would keep the process from exiting. The
+interpreter does not join daemon threads. Starting a thread is cheap compared to the calls made through this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def start_daemon_thread(call: Callable[[], T], *, thread_name: str) -> asyncio.F
     """Run `call` in a new daemon thread.
 
     Returns:
-        A future whose result is the function returned by `outcome_of`, because a future cannot carry every exception.
+        A future whose result is a function, as returned by `outcome_of`, because a future cannot carry every
+        exception.
         Cancelling the future does not stop the thread.
     """
     loop = asyncio.get_running_loop()
@@ -45,7 +46,7 @@ async def run_in_daemon_thread(call: Callable[[], T], *, thread_name: str) -> T:
 
 
 def outcome_of(call: Callable[[], T]) -> Callable[[], T]:
-    """Make a call, and return a function that returns the result of the call or raises its exception."""
+    """Make a call, and return a function that returns the call's result or raises its exception."""
     try:
         result = call()
     except BaseException as error:  # raised again in the caller that awaits the call

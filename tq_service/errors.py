@@ -1,8 +1,8 @@
 """Exceptions of the service and its clients, in one class hierarchy.
 
-A client raises the same class as the server. `code` is the name of the gRPC status code of the failed call. `reason` is
-sent as `google.rpc.ErrorInfo.reason` (see `tq_service.wire.error_table`). Messages contain the actual value, the
-expected value and a remedy.
+Clients raise an error of the same class as the server. `code` is the name of the gRPC status code of the failed call.
+`reason` is sent as `google.rpc.ErrorInfo.reason` (see `tq_service.wire.error_table`). Messages contain the actual
+value, the expected value and a remedy.
 
 An error has its own class if programs may want to catch it. Errors that only people need to distinguish share a class
 but have different reasons.
@@ -22,9 +22,9 @@ class TqError(Exception):
 
     Attributes:
         message: text with the actual value, the expected value and a remedy.
-        reason: stable code of the error. The default is the reason of the class. Some errors set a more specific
+        reason: stable code of the error, which defaults to the reason of the class. Some errors set a more specific
             reason.
-        metadata: short facts for programs, such as two conflicting values.
+        metadata: short facts for use by programs, such as two conflicting values.
     """
 
     reason: str = "INTERNAL"
@@ -134,13 +134,13 @@ class TaskNotFoundError(NotFoundError):
 
 
 class PutNotFoundError(NotFoundError):
-    """The put was never completed, expired without a commit, or was cleared."""
+    """The put was never completed, expired before it was committed, or was cleared."""
 
     reason = "PUT_NOT_FOUND"
 
 
 class AlreadyExistsError(TqError, ValueError):
-    """The object that the call should create already exists."""
+    """The object that the call would create already exists."""
 
     reason = "ALREADY_EXISTS"
     code = "ALREADY_EXISTS"
@@ -178,7 +178,7 @@ class RankDisagreementError(PreconditionError):
 
 
 class PartitionSealedError(PreconditionError):
-    """The call would add samples to a sealed partition, or overwrite samples in a sealed partition with an upsert."""
+    """The call would add samples to a sealed partition, or would overwrite some of its samples with an upsert."""
 
     reason = "PARTITION_SEALED"
 
@@ -190,7 +190,7 @@ class PartitionClearedError(PreconditionError):
 
 
 class CompactedError(PreconditionError):
-    """Changes since a revision are unavailable, because the revision is too old or the service has restarted."""
+    """The changes since a revision are unavailable, because the revision is too old or the service has restarted."""
 
     reason = "COMPACTED"
 
@@ -265,7 +265,7 @@ class ResourceExhaustedError(TqError, RuntimeError):
 
 
 class QuotaExceededError(ResourceExhaustedError):
-    """The available capacity is not sufficient for the bytes of the call."""
+    """There is not enough free capacity for the bytes of the call."""
 
     reason = "QUOTA_EXCEEDED"
 
@@ -278,7 +278,7 @@ class UnauthenticatedError(TqError, PermissionError):
 
 
 class PermissionDeniedError(TqError, PermissionError):
-    """The token of the call lacks the required role or partition prefix. `metadata` contains both requirements."""
+    """The call's token lacks the required role or partition prefix. `metadata` contains the missing permission."""
 
     reason = "PERMISSION_DENIED"
     code = "PERMISSION_DENIED"
@@ -405,7 +405,7 @@ def nearest(name: str, known: Collection[str], *, all_known: bool = False) -> st
 
     Args:
         name: the unknown name in the request.
-        known: the known names. The clause lists up to ten names, and states the number of remaining names.
+        known: all known names. The clause lists up to ten of these names, and gives the number of other names.
         all_known: whether to list all known names. Use this option only for small sets.
     """
     if not known:

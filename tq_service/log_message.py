@@ -10,7 +10,7 @@ _PLAIN = re.compile(r"[\w./:@+*-]+", re.ASCII)
 
 
 class LogMessage:
-    """The message of a log line, which consists of an event and of facts in the form key=value.
+    """The message of a log line, which consists of an event and facts in the form key=value.
 
     A handler renders the message when it writes the line, so the message works with any formatter. `tq-service serve
     --log-format json` writes each field under its name. A value that is not a single plain word is written as a JSON

@@ -15,8 +15,7 @@ def memory_limit_bytes(root: Path = Path("/")) -> int:
     This is the machine's memory or, if lower, the lowest limit of the process's control groups.
 
     Control groups limit containers, Slurm job steps, and systemd services and scopes. Versions 1 and 2 of control
-    groups are supported. In a cgroup namespace, a process can see only the groups at and below the root of the
-    namespace.
+    groups are supported. In a cgroup namespace, only the groups at and below the root of the namespace are visible.
 
     Args:
         root: directory that contains `proc` and the mount points of control groups.

@@ -13,7 +13,7 @@ from tq_service.step_times import StepTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """A point in a service instance's history where `watch` can start. A revision is plain, serializable data.
+    """A point in the history of a service instance at which `watch` can start. A revision is plain, serializable data.
 
     Attributes:
         instance_id: id of the service instance, 16 random bytes. After a restart, a service has a new id and a new
@@ -42,8 +42,8 @@ class ConsumptionStatus:
             again.
         dead_lettered_count: number of skipped samples that were delivered `max_deliveries` times without being
             acknowledged.
-        expected_count: number of samples in all rounds that have begun, including the first. None without
-            `samples_per_round`.
+        expected_count: number of samples expected in the rounds that have begun, including the first round. None
+            without `samples_per_round`.
     """
 
     consumed_count: int
@@ -75,7 +75,7 @@ class ProductionStatus:
 
 
 class WaitCode(StrEnum):
-    """Stable code of the reason why a claim waits.
+    """Stable code for the reason why a claim is waiting.
 
     Attributes:
         PARTITION_NOT_FOUND: the partition does not exist.
@@ -88,8 +88,7 @@ class WaitCode(StrEnum):
         VERSION_NOT_PUBLISHED: the claim waits for a policy version that has not been published yet.
         STALENESS_BOUNDED: enough samples are ready, but delivering them would make older, unfinished samples too stale.
         NO_CAPACITY: enough prompts are ready, but the service lacks the capacity for the slots requested with `admit`.
-        RATIO_BOUNDED: a delivery would exceed the ratio of deliveries to inserted samples that the task's admission
-            allows.
+        RATIO_BOUNDED: a delivery would exceed the ratio of deliveries to inserted samples in the task's admission.
     """
 
     PARTITION_NOT_FOUND = "PARTITION_NOT_FOUND"
@@ -108,7 +107,7 @@ class WaitCode(StrEnum):
 class Lack(Enum):
     """Reason why samples cannot be delivered yet.
 
-    The value of each member is a message template, in which `{0}` is the `NotReady`.
+    The value of each member is a message template, in which `{0}` stands for the `NotReady` object.
 
     Attributes:
         FIELD: the samples lack the field `name`.
@@ -141,13 +140,14 @@ class NotReady:
     """The number of samples that cannot be delivered yet for a particular reason.
 
     Attributes:
-        kind: the reason, as in `Lack.kind`. A newer service may report kinds that this version does not define.
+        kind: the reason, as in `Lack.kind`. A newer service may report kinds that this version of the client does not
+            define.
         name: name of the field or custom_meta column that the reason refers to. The name is empty if the reason refers
             to neither a field nor a column.
         sample_count: number of samples that cannot be delivered for this reason.
         ends_in_seconds: time until the first lease expires, for kind "leased". The time is None for other kinds.
         example: for kind "group", the name and counts of one incomplete group. For kind "field", the example is the
-            missing put if the field is shared by groups.
+            missing put, if groups share the field.
     """
 
     kind: str
@@ -159,12 +159,12 @@ class NotReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitReason:
-    """The reason why claims with identical arguments wait. All sample counts refer to a single point in time.
+    """The reason why claims with identical arguments are waiting. All sample counts refer to a single point in time.
 
     Attributes:
         code: the reason as a stable code; see `WaitCode`.
         text: the reason as a sentence for users.
-        task_name: the task that the claims consume samples for.
+        task_name: task for which the claims consume samples.
         data_fields: the fields that the claims request.
         waiting_count: number of calls that wait for this reason. The count is 0 in the response to the caller's own
             claim.
@@ -178,7 +178,7 @@ class WaitReason:
             reasons.
         sealed: whether the partition is sealed, that is, accepts no new samples.
         waiting_put_count: number of puts of new samples that wait for capacity.
-        put_waits_for: reason why the first waiting put waits. The reason is empty if no put is waiting.
+        put_waits_for: what the first waiting put is waiting for, or "" if no put is waiting.
     """
 
     code: str
@@ -248,8 +248,9 @@ class RecentBatch:
         padding_share: fraction of tokens that are padding. In packs, padding fills the rest of each pack. In
             micro-batches, each sample is padded to the length of the longest sample. Jagged fields need no padding in
             micro-batches.
-        staleness: upper bound on the number of versions between the creation of the oldest sample's slot and its
-            training. The bound is set for tasks with a `max_staleness`. If None, staleness is unbounded.
+        staleness: upper bound on the number of versions published between the creation of the oldest sample's slot and
+            the training on that sample. The bound is set for tasks with a `max_staleness`. If None, staleness is
+            unbounded.
     """
 
     batch_index: int
@@ -307,9 +308,9 @@ class TaskStatus:
         staleness_versions: how many versions the producers are ahead of the task, that is, the highest version of any
             sample in the partition minus `oldest_version`. The number is None if `oldest_version` is None.
         leasing_claim_count: number of claims that hold leased samples.
-        leases: the 20 claims with leased samples that were delivered first, in order of delivery. The tuple is empty in
-            updates from `watch`.
-        trained_batch_count: number of batches trained in this epoch; see `advance`.
+        leases: the first 20 claims with leased samples, in order of delivery. The tuple is empty in updates from
+            `watch`.
+        trained_batch_count: number of batches that ranks have trained on in this epoch; see `advance`.
         saved_batch_count: number of batches in this epoch that a trainer checkpoint covers; see `advance`.
         outstanding_count: number of outstanding units, as counted by the task's admission. The count is None if the
             task has no admission.
@@ -323,7 +324,7 @@ class TaskStatus:
             stale.
         overflow_count: number of samples and groups cleared to make space for new samples
             (`Admission(overflow="drop_lowest")`).
-        delivered_count: number of sample deliveries in all epochs, excluding claims that were released.
+        delivered_count: number of sample deliveries in all epochs, excluding deliveries to claims that were released.
         refilled_count: number of samples that became claimable again for the task because of an eviction. The count
             covers all epochs.
         step_times: time breakdown of the latest steps, summed over the ranks that report step times. Loaders report
@@ -364,10 +365,10 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerProgress:
-    """Progress of a trainer in the current epoch of the task that its ranks consume.
+    """Progress of a trainer in the current epoch of the task for which its ranks claim batches.
 
     Attributes:
-        trained_batch_count: number of batches trained so far.
+        trained_batch_count: number of batches that the ranks have trained on so far.
         saved_batch_count: number of batches covered by a trainer checkpoint.
         planned_batch_count: number of batches planned so far.
     """
@@ -379,13 +380,13 @@ class TrainerProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartedRanks:
-    """The point where a task's restarted ranks continue.
+    """The point at which a task's ranks continue after a restart.
 
     Attributes:
         epoch: epoch of the task.
-        batch_index: the first batch that the ranks must request.
-        repeated_batch_count: number of batches, starting at `batch_index`, that have already been trained and will be
-            trained again. The count is 0 if an earlier call already restarted the ranks.
+        batch_index: index of the first batch that the ranks must request.
+        repeated_batch_count: number of batches, starting at `batch_index`, that the ranks have already trained on and
+            will train on again. The count is 0 if an earlier call already restarted the ranks.
         repeated_sample_count: number of samples in the repeated batches. The count is 0 if an earlier call already
             restarted the ranks.
     """
@@ -408,9 +409,9 @@ class EvictedUnit:
         reason: why the unit was evicted. "unmatched": `where` excluded the unit or one of its members. "too_small":
             fewer than `least_members` members were left. "late": the unit was unfinished and would have become too
             stale. "overflow": new samples were put, and the unit had the lowest priority.
-        version: policy version that was published when the unit was evicted. The policy is the one named in `where`,
-            otherwise in `not_before_version`, otherwise the policy of the partition's `max_staleness`. The version is
-            None if no policy is named, or if the policy has no published version.
+        version: published version of the policy at the time of the eviction. The policy is taken from `where`,
+            otherwise from `not_before_version`, otherwise from the partition's `max_staleness`. The version is None if
+            no policy is named, or if the policy has no published version.
         sample_count: number of evicted samples. For a cleared group, the count includes samples that had failed
             earlier.
         refill: outcome of `claim(refill=)`, or None if no refill was requested. "refilled": the sample is claimable
@@ -469,7 +470,8 @@ class MetaColumnStatus:
         name: name of the column.
         kind: type of the values that claims can compare: "int64", "double", "bool" or "string". The kind is empty until
             the first such value is written.
-        has_json: whether a value of any other type has ever been written to the column. Such values are stored as JSON.
+        has_json: whether a value of a different type has ever been written to the column. Such values are stored as
+            JSON.
     """
 
     name: str
@@ -485,14 +487,14 @@ class PartitionDescription:
         summary: name, incarnation and basic counts of the partition.
         expected_samples: number of samples that will be inserted, as declared by the creator. The number is None if not
             declared.
-        live_count: number of live samples.
-        held_count: number of held samples.
-        failed_count: number of failed samples.
+        live_count: number of samples in the state live.
+        held_count: number of samples in the state held.
+        failed_count: number of samples in the state failed.
         group_count: number of groups with members in the partition. Rollouts without a group are not counted.
         rollout_count: number of rollouts with samples in the partition.
-        fields: fields of the partition.
-        tasks: tasks of the partition.
-        custom_meta_columns: custom_meta columns of the partition.
+        fields: the partition's fields, each with the number of its values.
+        tasks: status of each task in the partition.
+        custom_meta_columns: names and types of the partition's custom_meta columns.
         used_bytes: total size of the sample values in bytes. The size of partly freed puts is estimated per field.
         max_bytes: byte quota of the partition, or None if unlimited.
         admissions: limits on the outstanding work of each task.
@@ -547,7 +549,7 @@ class SamplerOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerDescription:
-    """A sampler: its name for use in `claim`, a summary, and its options."""
+    """A sampler, with its name for use in `claim`, a summary, and its options."""
 
     name: str
     summary: str
@@ -726,12 +728,12 @@ class StorageStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionWait:
-    """Calls that wait on a partition for a common reason.
+    """Calls that wait on the same partition for the same reason.
 
-    The calls are claims, unless the partition does not exist. Any call can wait for a partition to be created.
+    These calls are claims, unless they wait for the partition to be created, as any call can.
 
     Attributes:
-        partition_id: name of the partition, which may not exist.
+        partition_id: name of the partition, which may not exist yet.
         reason: why the calls wait. Without `explain`, only `task_name`, `data_fields` and `waiting_count` are set. For
             `lookup_samples` calls, `task_name` is empty.
     """
@@ -766,7 +768,7 @@ class ServiceStatus:
 
     @property
     def own_storages(self) -> list[StorageStatus]:
-        """The storage services, excluding adopted entries, for summing bytes and quotas."""
+        """The storage services without adopted entries, for totals of bytes and quotas."""
         return [storage for storage in self.storages if not storage.is_adopted]
 
     def successor_of(self, adopted: StorageStatus) -> str | None:
@@ -819,9 +821,9 @@ class CheckpointCopy:
 
     Attributes:
         name: name of the checkpoint, relative to the service's `checkpoint_dir`.
-        put_count: number of puts that restoring the checkpoint will create.
-        value_bytes: total size in bytes of the puts that restoring the checkpoint will create.
-        pause_seconds: longest period without a response to any call while the service was writing the checkpoint.
+        put_count: number of puts that a restore of the checkpoint creates.
+        value_bytes: total size in bytes of the puts that a restore of the checkpoint creates.
+        pause_seconds: longest time during which the service answered no call while writing the checkpoint.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Types shared by all layers, such as layouts, sample states and field specs, and validation of names and numbers."""
+"""Types shared by all layers, such as layouts, sample states and field specs, and checks of names and numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tq_service.errors import InvalidArgumentError
 class Layout(StrEnum):
     """Layout of a field's rows.
 
-    `AUTO` is for declarations only. Such a field is dense until rows differ in shape, and jagged from then on.
+    `AUTO` is for declarations only: an auto field is dense until its rows differ in shape, and jagged from then on.
     """
 
     AUTO = "auto"
@@ -33,7 +33,7 @@ class Encoding(StrEnum):
 
 
 class FieldScope(StrEnum):
-    """Scope of a field's values: each sample has its own value, or all samples in a group share a value."""
+    """Scope of a field's values: either each sample has a value, or all samples in a group share one."""
 
     ROW = "row"
     GROUP = "group"
@@ -55,7 +55,7 @@ StateGiven = SampleState | Literal["live", "held", "failed"]
 
 
 class SampleConsumption(IntEnum):
-    """Consumption state of a sample for a particular task. The numbers match the protos."""
+    """Consumption state of a sample for a particular task. The numbers match the enum in the protos."""
 
     LEFT = 1
     LEASED = 2
@@ -65,7 +65,7 @@ class SampleConsumption(IntEnum):
 
 
 class EvictionCode(IntEnum):
-    """Reason why a sample or group was evicted. The numbers match the protos."""
+    """Reason why a sample or group was evicted. The numbers match the enum in the protos."""
 
     UNMATCHED = 1
     TOO_SMALL = 2
@@ -103,7 +103,7 @@ DTYPE_SIZES: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The published version of a policy, plus an offset, for the right-hand side of a condition.
+    """The published version of a policy plus an offset, for use as the right-hand side of a condition.
 
     Attributes:
         policy: name of the policy.
@@ -121,17 +121,17 @@ class FieldSpec:
 
     Attributes:
         name: name of the field, unique within the partition.
-        dtype: name of a torch dtype, such as "float32" or "bfloat16". The name is empty for objects, or if the first
-            put determines the dtype.
+        dtype: name of a torch dtype, such as "float32" or "bfloat16", or "" for objects and for fields whose first put
+            determines the dtype.
         layout: dense, jagged or object. Declarations may also use "auto", which is dense until rows differ in shape,
             and jagged from then on. If None, the partition's `default_layout` applies.
         row_shape: shape of a row, with -1 for ragged dimensions and () for scalars. If None, the first put determines
             the shape.
-        encoding: encoding of objects, which is UTF-8 text, raw bytes, or msgpack, which can represent any object. A
-            field declared as text or bytes rejects all other values. With None or msgpack, the field accepts any
-            object, and stores each object in the encoding chosen by the put.
-        write_once: whether the value of a sample can be written only once. A second write fails with AlreadyExistsError
-            until the sample is cleared.
+        encoding: encoding of objects: UTF-8 text, raw bytes, or msgpack, which can represent any object. A field
+            declared as text or bytes rejects all other values. With None or msgpack, the field accepts any object, and
+            stores it in the encoding chosen by the put.
+        write_once: whether each sample's value can be written only once. Until the sample is cleared, a second write
+            fails with AlreadyExistsError.
         scope: "row": each sample has its own value. "group": all samples in a group share a value, such as the image in
             their prompt, which `put_groups` stores only once. Group fields must be declared when the partition is
             created.
@@ -222,9 +222,9 @@ class FieldSpec:
 
     @property
     def ragged_dims(self) -> tuple[int, ...]:
-        """Dimensions in which the size may differ between rows.
+        """Dimensions in which rows may differ in size.
 
-        The tuple is empty for a jagged field while all rows have the same shape.
+        The tuple is empty for a jagged field as long as all of its rows have the same shape.
         """
         return tuple(dim for dim, size in enumerate(self.row_shape or ()) if size < 0)
 
@@ -240,41 +240,41 @@ class FieldSpec:
 class Admission:
     """Limit on a task's outstanding work in a partition. Puts of new samples wait until the limit permits them.
 
-    A sample is outstanding from its insertion until it is given back. By default, a delivered sample is given back
-    immediately. Samples are also given back when they fail, are cleared before delivery, are dead-lettered, or are
-    skipped with their group.
+    A sample is outstanding from its insertion until it is given back, which by default happens on delivery. Samples are
+    also given back when they fail, are cleared before delivery, are dead-lettered, or are skipped with their group.
 
     Attributes:
-        task_name: name of the task to limit. Before the task's first claim, all samples are pending.
+        task_name: name of the task to limit. Until the task's first claim, all samples are pending.
         most: maximum number of outstanding units, at least 1.
-        unit: the unit that `most` counts: samples, rollouts or groups. A sample without a rollout or group counts as a
-            unit. Adding members to a group or rollout does not increase the count.
-        given_back: event that ends a unit's outstanding state. "delivered": the unit is delivered. "trained": the
-            unit's batch is trained, or the unit's samples are acknowledged. "published": the next version of `policy`
-            is published after the training or acknowledgement.
+        unit: whether `most` counts samples, rollouts or groups. A sample without a rollout or group counts as a unit.
+            Adding members to a group or rollout does not increase the count.
+        given_back: event after which a unit is no longer outstanding. "delivered": the unit is delivered. "trained":
+            the unit's batch has been trained on, or the unit's samples are acknowledged. "published": the next version
+            of `policy` is published after the training or acknowledgement.
         policy: policy for `given_back="published"`, which waits for the policy's next version. The name is relative to
             the client's namespace.
-        max_staleness: maximum number of versions that may be published between the creation of a sample's slot and its
-            training. This setting also sets `most` to `(max_staleness + 1) * global_batch`, and `given_back` to
-            "published". Batches are planned within this limit, and only `acquire` can create samples. None means
-            unbounded.
+        max_staleness: maximum number of versions that may be published between the creation of a sample's slot and the
+            training on that sample. This setting also sets `most` to `(max_staleness + 1) * global_batch`, and
+            `given_back` to "published". All batches are planned within this limit, and samples can only be created with
+            `acquire`. None means unbounded.
         global_batch: number of units that all ranks together consume per version. Used with `max_staleness`.
-        late: what happens to unfinished work that delays a batch, with `max_staleness`. "wait": batches wait for the
-            work. "evict": the work is evicted, even if a worker is processing it; see `claim(unmatched=, refill=)`.
-        most_running: maximum number of held units, that is, units being generated. At the limit, `acquire`,
-            `claim(admit=)` and puts of held samples wait until other units finish. A group counts as held while any of
-            its samples is held. 0 means unlimited.
+        late: what happens to unfinished units that delay a batch, with `max_staleness`. "wait": batches wait for these
+            units. "evict": the units are evicted, even if a worker is processing them; see `claim(unmatched=,
+            refill=)`.
+        most_running: maximum number of held units, that is, units whose generation is in progress. At the limit,
+            `acquire`, `claim(admit=)` and puts of held samples wait until other units finish. A group counts as held
+            while any of its samples is held. 0 means unlimited.
         overflow: what happens to a put that would exceed `most` outstanding units. "wait": the put waits.
             "drop_lowest": the put also clears the pending units with the lowest priority. The put never clears a unit
-            that is held, leased, in an untrained batch of ranks (`advance`), or in an incomplete group.
-        priority_key: custom_meta column that stores each sample's priority, for `overflow="drop_lowest"`. The priority
-            of a group is the mean over its members. Units without a priority are dropped last. Units of equal priority
-            are dropped oldest first. If empty, all units are dropped oldest first.
+            that is held, leased, in a batch that ranks have yet to train on (`advance`), or in an incomplete group.
+        priority_key: custom_meta column that contains each sample's priority, for `overflow="drop_lowest"`. A group's
+            priority is the mean over its members. Units without a priority are dropped last. Among units of equal
+            priority, the oldest are dropped first. If `priority_key` is empty, the oldest units are dropped first.
         samples_per_insert: target ratio of deliveries to inserted samples. The task's batches wait if the ratio is too
             high, and puts wait if the ratio is too low. 0 means unbounded.
         min_size_to_sample: number of samples that must be inserted before the first batch, with `samples_per_insert`.
             Only samples inserted later count toward the ratio. 0 is treated as 1.
-        error_buffer: how many deliveries the task may be above or below the ratio, with `samples_per_insert`.
+        error_buffer: maximum deviation from the ratio, as a number of deliveries, with `samples_per_insert`.
     """
 
     task_name: str
@@ -319,7 +319,7 @@ class Admission:
         self._check_replay()
 
     def _check_replay(self) -> None:
-        """Reject meaningless combinations of replay-buffer options."""
+        """Raise InvalidArgumentError if a combination of replay-buffer options is meaningless."""
         ratio, least = self.samples_per_insert, max(1.0, self.samples_per_insert)
         given_ratio = self.min_size_to_sample != 0 or self.error_buffer != 0
         for is_wrong, name, expected in (
@@ -383,20 +383,20 @@ class Admission:
 class Release:
     """Rules for clearing a partition's samples automatically.
 
-    The change that makes a sample due also clears the sample. Released samples are counted. All samples in a group are
-    released together. A sample is never released while it is held, or leased by a worker of any task. After a release,
-    keys and group names can be reused, just as after a clear.
+    The change that makes a sample due for release also clears the sample. Released samples are counted. All samples in
+    a group are released together. A sample is never released while it is held, or leased by a worker of any task. After
+    a release, keys and group names can be reused, just as after a clear.
 
     Attributes:
-        when: event that completes a sample for ranks: "trained", or "saved" if a trainer checkpoint must cover the
-            batch (`advance`). A queue worker completes a sample by acknowledging it. A sample that failed or was
-            skipped with its group also counts as completed. The sample is released once all of `tasks` have completed
-            it. If None, consumption does not release samples.
-        tasks: tasks that must complete a sample before it is released. Queue claims of these tasks need a lease. If
+        when: event with which ranks complete a sample: "trained", or "saved" if a trainer checkpoint must cover the
+            sample's batch (`advance`). A queue worker completes a sample by acknowledging it. A sample that failed or
+            was skipped with its group also counts as completed. The sample is released once all of `tasks` have
+            completed it. If None, consumption does not release samples.
+        tasks: tasks that must complete a sample before it is released. Queue claims for these tasks must be leased. If
             empty, all declared `tasks` of the partition must complete the sample.
-        ttl_seconds: time after which a sample is released, even if tasks have not completed it. The time starts when
-            the sample is put or becomes live, and restarts when the service starts. Samples are kept while they are in
-            a batch that one of `tasks` has yet to train on or save. If None, samples do not expire.
+        ttl_seconds: time after which a sample is released, even if tasks have not completed it. This time begins when
+            the sample is put or becomes live, and begins again when the service starts. A sample is kept for as long as
+            one of `tasks` has yet to train on its batch or save it. If None, samples do not expire.
     """
 
     when: ReleaseWhen | None = None
@@ -426,15 +426,15 @@ class Admit:
     """Request for slots that rollout workers receive together with the prompts they claim; see `claim(admit=)`.
 
     Attributes:
-        partition_id: partition to create the slots in. The partition must exist.
-        group_size: number of slots per prompt. If greater than 1, the slots form a group named after the prompt's key.
-            If 1 or None, the prompt gets a single slot with the same key.
+        partition_id: name of the existing partition that receives the slots.
+        group_size: number of slots per prompt. If this number is greater than 1, the slots form a group named after the
+            prompt's key. If it is 1 or None, each prompt gets a single slot with the same key as the prompt.
         on_lost: what happens to slots that are still held when the lease expires. "remove": the slots are removed, and
             their prompts can be claimed again. "requeue": workers can claim the slots with `claim(held=True)`. "fail":
-            the slots fail. With "requeue" and "fail", the prompts themselves are done.
-        policy: policy whose published version is stored as `start_version` in the custom_meta of the slots. If None,
-            the policy of the admission with a `max_staleness` is used. If there is no such admission, `start_version`
-            is not set.
+            the slots fail. With "requeue" and "fail", the prompts themselves count as done.
+        policy: policy whose published version is stored as `start_version` in the slots' custom_meta. If None, the
+            policy of the admission with a `max_staleness` is used. If there is no such admission, `start_version` is
+            not set.
     """
 
     partition_id: str
@@ -487,16 +487,16 @@ class EndCounts:
 
     Attributes:
         consumed_count: number of samples that the task consumed in this epoch, including cleared samples.
-        cleared_count: number of samples cleared before the task received them.
-        failed_count: number of samples that failed before the task received them.
+        cleared_count: number of samples that were cleared before they were delivered to the task.
+        failed_count: number of samples that failed before they were delivered to the task.
         dead_lettered_count: number of samples delivered `max_deliveries` times without being acknowledged, including
             cleared samples.
         excluded_count: number of samples excluded by the task's `where`.
         in_incomplete_groups_count: number of samples in groups that can no longer become complete.
         left_over_count: number of ready samples that were not planned, because the last batch was too short
             (`drop_last`) or the sampler omitted them.
-        overlong_count: number of samples that the sampler dropped from a batch, as with `overlong="drop"`, including
-            cleared samples.
+        overlong_count: number of samples that the sampler dropped from a batch, for example with `overlong="drop"`,
+            including cleared samples.
         kept_count: number of samples in `consumed_count` that were consumed in earlier epochs, before
             `reset_consumption(keep_consumed=True)` began this epoch.
     """
@@ -513,7 +513,7 @@ class EndCounts:
 
     @property
     def skipped_counts(self) -> dict[str, int]:
-        """The nonzero counts of samples that the task will never receive, by attribute name."""
+        """The nonzero counts of samples that the task will never receive, keyed by attribute name."""
         return {name: count for name, count in asdict(self).items() if count and name not in _CONSUMED}
 
     @property
@@ -550,7 +550,7 @@ def check_named_rows(name: str, count: int) -> None:
     """Reject a write of too many samples with keys or groups, because it would block the event loop for too long."""
     if count > MOST_NAMED_PER_WRITE:
         raise InvalidArgumentError(
-            f"{name} names {count} samples; expected at most {MOST_NAMED_PER_WRITE} per call. Write them in several "
+            f"{name} contains {count} samples; expected at most {MOST_NAMED_PER_WRITE} per call. Write them in several "
             f"calls of at most {MOST_NAMED_PER_WRITE} samples each, or without keys and groups.",
             field=name,
             metadata={"got": str(count), "limit": str(MOST_NAMED_PER_WRITE)},
@@ -558,7 +558,7 @@ def check_named_rows(name: str, count: int) -> None:
 
 
 def check_unique(name: str, names: Sequence[str]) -> None:
-    """Raise InvalidArgumentError if a list contains a name more than once."""
+    """Raise InvalidArgumentError if a list contains any name more than once."""
     if len(set(names)) != len(names):
         raise InvalidArgumentError(f"{name} contains duplicates: {list(names)}; list each name only once", field=name)
 
@@ -591,5 +591,5 @@ def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, and the
 
 
 def check_passed_on(name: str, value: bytes) -> None:
-    """Raise InvalidArgumentError if an unknown id that the service should have issued is malformed."""
+    """Raise InvalidArgumentError if an unknown id, which should come from the service, is malformed."""
     check_id(name, value, "send the id as returned by the service")

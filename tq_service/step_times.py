@@ -3,8 +3,8 @@
 `StepTimer` measures the stages of each step. `StepReport` shows the share of each stage and gives advice.
 
 A step ends when the trainer receives its next data. The step time consists of the trainer's own work and the stages
-that the trainer waited for. Fetching a batch while the trainer works does not add to the step time. A stage is
-therefore counted only while the trainer waits for it::
+that it waited for. Fetching a batch while the trainer works does not prolong the step. A stage is therefore counted
+only while the trainer waits for it::
 
     trainer   ── work ─────────────────────┐   waits   ┌── work ──
     loader        rollouts ── plan ── transfer ── host ┘
@@ -41,20 +41,20 @@ _LITTLE: Final = 0.05  # share of the step time below which a stage is not worth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds that trainer ranks spent on their latest batches, by stage. All stages except the first are waiting time.
+    """Seconds that trainer ranks spent on their latest batches, by stage. All stages but the first are waiting time.
 
     Attributes:
         work_seconds: time spent on the trainer's own work.
         rollouts_seconds: time spent waiting for the batch to become ready. Either samples were missing, or the claim
             waited for a version, a staleness limit or capacity (see `explain`).
-        plan_seconds: time spent in calls to the controller, including planning and the round trip.
+        plan_seconds: time spent on calls to the controller, including planning and the network round trip.
         transfer_seconds: time spent transferring bytes from storage services.
         host_seconds: time spent decoding, copying, splitting and packing on the host.
         device_seconds: time that the host spent waiting for copies to a device.
-        loader_seconds: time spent on other work of the loader, such as waiting for a replica that fetches on behalf of
+        loader_seconds: time spent on the loader's other work, such as waiting for the replica that fetches batches for
             this rank.
         put_seconds: time spent on puts made by the trainer itself.
-        batch_count: number of measured batches.
+        batch_count: number of batches that were measured.
         rank_count: number of ranks over which the times are summed.
     """
 
@@ -71,7 +71,7 @@ class StepTimes:
 
     @classmethod
     def of(cls, seconds: Mapping[Stage, float], batch_count: int) -> StepTimes:
-        """Build the times of a single rank from its seconds per stage."""
+        """Build the times of a single rank from the seconds that it spent on each stage."""
         values: dict[str, Any] = {f"{stage}_seconds": each for stage, each in seconds.items()}
         return cls(batch_count=batch_count, **values)
 
@@ -95,7 +95,7 @@ class StepTimes:
 
     @property
     def shares(self) -> dict[Stage, float]:
-        """Share of each stage in the total time, from 0 to 1. All shares are 0 if nothing was measured."""
+        """Share of the total time that each stage takes, from 0 to 1. All shares are 0 if nothing was measured."""
         total = self.total_seconds
         return {stage: each / total if total else 0.0 for stage, each in self.seconds.items()}
 
@@ -120,17 +120,17 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
-    """Cost of a particular kind of call, measured by the caller, whether or not the trainer waited for the call.
+    """Cost of calls of one kind, as measured by the caller, whether or not the trainer waited for the calls.
 
     Attributes:
         stage: kind of call: `plan` for claims, and `transfer` and `host` for the two parts of `get_data`.
-        call_count: number of measured calls. At most the latest 256 calls are measured.
+        call_count: number of calls that the costs are based on, which are at most the latest 256.
         mean_seconds: mean duration of a call.
         mean_bytes: mean number of bytes per call, or 0 for claims.
-        fixed_seconds: part of the duration that does not depend on the size of the call. The value is None if the sizes
-            vary too little for an estimate.
-        bytes_per_second: throughput during the rest of the call. The value is None if the sizes vary too little for an
-            estimate.
+        fixed_seconds: part of a call's duration that does not depend on its size. The value is None if the sizes vary
+            too little for an estimate.
+        bytes_per_second: throughput during the rest of the call's duration. The value is None if the sizes vary too
+            little for an estimate.
     """
 
     stage: Stage
@@ -142,7 +142,7 @@ class CallCost:
 
     @classmethod
     def of(cls, stage: Stage, calls: Sequence[tuple[int, float]]) -> CallCost:
-        """Calculate the cost of calls, given the number of bytes and seconds of each call."""
+        """Calculate the cost of calls, given each call's number of bytes and its duration in seconds."""
         sizes, seconds = zip(*calls, strict=True)
         fixed, rate = fit_calls(sizes, seconds) or (None, None)
         return cls(
@@ -165,7 +165,7 @@ class CallCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Measurements of a `StepTimer` for the latest batches. `str()` formats the report for display.
+    """Measurements that a `StepTimer` made of the latest batches. `str()` formats the report for display.
 
     Attributes:
         times: seconds by stage.
@@ -189,7 +189,7 @@ class StepReport:
 class StepTimer:
     """A timer that breaks a trainer's step time down by stage.
 
-    Each loader has a timer. Code without a loader creates its own timer.
+    Each loader has a timer. Code that does not use a loader creates a timer itself.
 
     ::
 
@@ -201,7 +201,7 @@ class StepTimer:
         print(timer.report())
 
     Args:
-        batch_count: number of most recent batches that a report covers.
+        batch_count: number of the most recent batches that a report covers.
         clock: function that returns the time in seconds, on a clock shared by all processes on the host.
 
     Raises:
@@ -219,10 +219,10 @@ class StepTimer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a step. Client calls in the block count as waiting; everything else counts as the trainer's own work.
+        """Measure a step. Client calls in the block count as waiting, and everything else as the trainer's own work.
 
-        A call counts if it is made in the block's own thread, or in an asyncio task that the block starts. A step
-        that raises an exception is not counted.
+        Only calls made in the block's thread, or in an asyncio task that the block starts, are counted. A step that
+        raises an exception is not counted.
         """
         reported = step_report.set(self.take_report)
         began_at = self.clock()
@@ -242,8 +242,8 @@ class StepTimer:
             asked_at: time when the trainer requested more data.
             ended_at: time when the trainer received the requested data.
             calls: calls made by the trainer while it worked.
-            waits: all stages of the batch that the trainer waited for, and the number of batches that begin with this
-                part.
+            waits: all stages of the batch that the trainer waited for, and the number of batches that begin in this
+                part of the step.
         """
         seconds = dict.fromkeys(Stage, 0.0)
         _split(seconds, began_at, asked_at, calls.spans, Stage.WORK)
@@ -269,7 +269,7 @@ class StepTimer:
         return StepReport(times=self._times(), calls=tuple(CallCost.of(stage, each) for stage, each in calls.items()))
 
     def take_report(self) -> StepTimes | None:
-        """Return the times to publish to the service, or None if times were published a moment ago."""
+        """Return the times to report to the service, or None if times were already reported a moment ago."""
         now = self.clock()
         if not self._batches or (self._reported_at is not None and now - self._reported_at < _REPORT_SECONDS):
             return None
@@ -277,7 +277,7 @@ class StepTimer:
         return self._times()
 
     def reset(self) -> None:
-        """Discard all measurements, for example those of the first batches in a run."""
+        """Discard all measurements, for example to exclude the first batches of a run."""
         with self._lock:
             self._batches.clear()
             self._calls.clear()
@@ -292,9 +292,9 @@ class StepTimer:
 
 
 def _split(seconds: dict[Stage, float], begin: float, end: float, spans: Sequence[Span], rest: Stage) -> None:
-    """Attribute the time from `begin` to `end` to stages, or to `rest` while no stage is active.
+    """Attribute the time from `begin` to `end` to the active stages, or to `rest` while no stage is active.
 
-    If several stages are active at the same time, the time is attributed to the latest stage.
+    While several stages are active, the time is attributed to the last one in the order of `Stage`.
     """
     if end <= begin:
         return
@@ -317,8 +317,8 @@ def fit_calls(size_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[fl
     The weights are Huber's (Robust Estimation of a Location Parameter, 1964), computed iteratively.
 
     Returns:
-        Fixed seconds per call, and bytes per second. The result is None if there are too few calls, if the call sizes
-        vary too little, or if larger calls do not take longer.
+        The fixed seconds per call and the bytes per second. None if there are too few calls, if call sizes vary too
+        little, or if larger calls do not take longer.
     """
     import numpy as np  # noqa: PLC0415  (the command line reads results without numpy)
 

@@ -1,4 +1,4 @@
-"""Services in separate processes, for tests and for programs that need a temporary service."""
+"""Services that run in separate processes, for tests and for programs that need a temporary service."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Final, Self
 from tq_service.errors import UnavailableError
 
 COMMAND: Final = (sys.executable, "-m", "tq_service.cli")
-"""Command that runs `tq-service` from the current Python environment."""
+"""Command that runs `tq-service` in the current Python environment."""
 
 _LISTENING: Final = re.compile(rb"listening on (\S+)\s")
 _READ_BYTES: Final = 4096
@@ -39,13 +39,13 @@ class ListeningProcess:
     the program.
 
     Args:
-        command: the program and its arguments.
+        command: path or name of the program, followed by its arguments.
         env: environment of the program. If None, the program inherits the environment of this process.
         cwd: working directory of the program. If None, the working directory of this process is used.
-        log: file that the program's stderr is appended to. If None, the stderr of this process is used.
-        start_new_session: whether terminal signals, such as Ctrl-C, reach only this process. This process then decides
-            when the program stops.
-        start_timeout: maximum time in seconds until the program listens.
+        log: file to append the program's stderr to. If None, the stderr of this process is used.
+        start_new_session: whether to start the program in a new session. Terminal signals, such as Ctrl-C, then reach
+            only this process, which decides when the program stops.
+        start_timeout: maximum time in seconds for the program to start listening.
         stop_timeout: time in seconds between SIGTERM and SIGKILL.
     """
 
@@ -83,11 +83,11 @@ class ListeningProcess:
             self.stop()
 
     def start(self) -> None:
-        """Start the program and wait until it listens.
+        """Start the program, and wait until it listens on its port.
 
         Raises:
             RuntimeError: the program is already running.
-            UnavailableError: the program exited, or was killed because it did not listen in time.
+            UnavailableError: the program exited, or was killed because it did not start listening in time.
         """
         if self._process is not None and self.exit_code is None:
             raise RuntimeError(f"process {self.pid} is already running; stop or kill it before starting it again")
@@ -121,10 +121,10 @@ class ListeningProcess:
             selector.register(process.stdout, selectors.EVENT_READ)
             while (match := _LISTENING.search(said)) is None:
                 if not selector.select(max(0.0, give_up_at - time.monotonic())):
-                    raise self._unavailable(f"did not listen within {self._start_timeout:g} s")
+                    raise self._unavailable(f"did not start listening within {self._start_timeout:g} s")
                 part = os.read(process.stdout.fileno(), _READ_BYTES)
                 if not part:
-                    raise self._unavailable(f"exited with code {process.wait()} before it listened")
+                    raise self._unavailable(f"exited with code {process.wait()} before it started listening")
                 said += part
         return match[1].decode()
 
@@ -165,7 +165,7 @@ class ListeningProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The program's exit code, or the negated number of the signal that killed it.
+        """The program's exit code, or, if a signal killed the program, the negated number of the signal.
 
         The code is None while the program is running.
         """
@@ -189,7 +189,7 @@ class ListeningProcess:
         """Wait until the program exits, and return its exit code.
 
         Args:
-            timeout: maximum number of seconds to wait. If None, the wait is unlimited.
+            timeout: maximum number of seconds to wait, or None to wait indefinitely.
         """
         code = self.process.wait(timeout)
         if self.process.stdin is not None:
@@ -197,7 +197,7 @@ class ListeningProcess:
         return code
 
     def stop(self) -> int:
-        """Stop the program with SIGTERM, or with SIGKILL after `stop_timeout`. Return its exit code."""
+        """Stop the program with SIGTERM, or with SIGKILL after `stop_timeout`, and return its exit code."""
         self.send_signal(signal.SIGTERM)
         try:
             return self.wait(self._stop_timeout)
@@ -205,7 +205,7 @@ class ListeningProcess:
             return self.kill()
 
     def kill(self) -> int:
-        """Kill the program if it is running. Return its exit code."""
+        """Kill the program if it is running, and return its exit code."""
         self.send_signal(signal.SIGKILL)
         return self.wait()
 
@@ -224,8 +224,8 @@ class ServiceProcess(ListeningProcess):
         with ServiceProcess("--max-bytes", "1GiB") as service, tq.Client(service.address) as client:
             ...
 
-    The service keeps its port across restarts. The service stops when this process ends for any reason. The service
-    does not inherit settings from environment variables (`TQ_*`).
+    The service keeps its port across restarts, and stops when this process ends for any reason. The service does not
+    inherit settings from environment variables (`TQ_*`).
 
     Args:
         *flags: flags of `tq-service serve`.
@@ -233,9 +233,9 @@ class ServiceProcess(ListeningProcess):
         env: additional environment variables for the service.
         command: command that runs `tq-service`.
         cwd: working directory of the service. If None, the working directory of this process is used.
-        log: file that the service's log is appended to. If None, the stderr of this process is used.
+        log: file to append the service's log to. If None, the stderr of this process is used.
         start_new_session: see `ListeningProcess`.
-        start_timeout: maximum time in seconds until the service listens.
+        start_timeout: maximum time in seconds for the service to start listening.
         stop_timeout: time in seconds between SIGTERM and SIGKILL.
     """
 
@@ -274,6 +274,6 @@ class ServiceProcess(ListeningProcess):
         )
 
     def restart(self) -> None:
-        """Kill the service if it is running, and start it again."""
+        """Kill the service if it is running, and start the service again."""
         self.kill()
         self.start()

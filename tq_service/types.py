@@ -1,4 +1,4 @@
-"""Types of client arguments and results, for use in annotations and comparisons."""
+"""Types of the client's arguments and results, for use in annotations and comparisons."""
 
 from __future__ import annotations
 

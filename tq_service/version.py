@@ -1,4 +1,4 @@
-"""Versions of the package and of its protocol, which services and clients send to each other."""
+"""The versions of the package and of its protocol, which services and clients send to each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 VERSION: Final = "0.1.0"
 
 PROTOCOL: Final = 4
-"""Protocol version, which is incremented when older peers would misread a change to the protos or a byte layout.
+"""Protocol version, incremented when older peers would misread a change to the protos or to a byte layout.
 
 `make accept-protos` increments the version if `buf breaking` finds such a change.
 """
@@ -19,7 +19,7 @@ _COMMIT_LENGTH: Final = 9
 
 
 def _commit() -> str:
-    """Return the commit that this package was built from, or the commit checked out in its clone, or "" if unknown."""
+    """Return the commit from which this package was built or that its git clone has checked out, or "" if unknown."""
     try:
         return (_PACKAGE / "COMMIT").read_text().strip()  # written by hatch_build.py
     except OSError:
@@ -31,7 +31,7 @@ def _commit() -> str:
 
 
 def _head_of(clone: Path) -> str:
-    """Return the checked-out commit of a clone. Git's files are read directly, because git may not be installed.
+    """Return a clone's checked-out commit, read directly from its files, because git may not be installed.
 
     Raises:
         OSError: the directory is not a git clone.
@@ -52,7 +52,7 @@ def _head_of(clone: Path) -> str:
 
 COMMIT: Final = _commit()[:_COMMIT_LENGTH]
 BUILD: Final = f"{VERSION}+{COMMIT}" if COMMIT else VERSION
-"""Version with commit, such as "0.1.0+64c3520ab". This is a local version as defined by PEP 440."""
+"""Version and commit, such as "0.1.0+64c3520ab", which form a local version as defined by PEP 440."""
 
 USER_AGENT: Final = f"tq-service/{BUILD} (protocol {PROTOCOL})"
-"""Prefix of the user agent of every call, which tells a service the protocol version of the caller."""
+"""Prefix of the user agent in every call, which tells the service the caller's protocol version."""

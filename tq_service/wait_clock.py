@@ -1,4 +1,4 @@
-"""Measurement of the time that a call spends waiting for samples or capacity, separately from its processing time."""
+"""Measures the time that a call spends waiting for samples or capacity, separately from its processing time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 
 class WaitClock:
-    """An accumulator for the wait time of a single call.
+    """A clock that adds up the wait time of a single call.
 
     Attributes:
         seconds: total wait time in seconds.
@@ -20,15 +20,15 @@ class WaitClock:
 
 
 wait_clock: Final[ContextVar[WaitClock | None]] = ContextVar("wait_clock", default=None)
-"""The clock of the current call. The value is None if the wait time of the call is not measured."""
+"""The clock of the current call, or None if the call's wait time is not measured."""
 
 
 WhileWaiting: TypeAlias = Callable[[], AbstractContextManager[None]]
-"""A function that returns a context manager, which is active while a call waits, for example to count waiting calls."""
+"""A function that returns a context manager to enter while a call waits, for example to count waiting calls."""
 
 
 class Waiting:
-    """A context manager that adds the duration of its `with` block to the wait time of the current call.
+    """Context manager that adds the duration of its `with` block to the current call's wait time.
 
     The `with` blocks of a call must not overlap.
     """

@@ -594,7 +594,7 @@ async def test_cells_that_moved_away_from_a_dead_storage_service_are_read_where_
         (answer_of([1, 2])[1:], "without a header"),
         (answer_of([1, 2, 3]), "3 rows; expected 2"),
         ([*answer_of([1, 2]), storage_pb.GetResponse(frame=b"x")], "more bytes"),
-        ([storage_pb.GetResponse()], "sent a message that could not be read"),
+        ([storage_pb.GetResponse()], "sent an unreadable message"),
         (answer_of([1, 2], name="y"), "no storage service returned field 'x'"),
     ],
 )

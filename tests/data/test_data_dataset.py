@@ -308,7 +308,7 @@ def test_a_custom_fetch_function_is_called_with_keywords(
 
 def test_a_fetch_function_that_swallows_an_empty_batch_is_told(service: FakeService) -> None:
     dataset = dataset_of(service, fetch_batch_fn=lambda **keywords: (None, BatchMeta(status="batch")))
-    with pytest.raises(TypeError, match="empty batches too"):
+    with pytest.raises(TypeError, match="even if the batch is empty"):
         next(iter(dataset))
 
 

@@ -269,7 +269,7 @@ def test_a_state_within_a_batch_has_other_ranks_begin_it_again(address: str, cap
     assert take(iter(first), 3) == [[0, 1], [2, 3], [4, 5]]
     second = served_dataset(address, partition, batch_size=2, micro_batch_size=2, dp_size=2)
     second.load_state_dict(first.state_dict())
-    assert "was saved in the middle of batch 1. This batch is planned again" in caplog.text
+    assert "was saved in the middle of batch 1. Because the ranks restart, this batch is planned again" in caplog.text
     assert take(iter(second), 1) == [[4, 5]]
     with tq.Client(address) as client:
         client.clear_partition(partition)

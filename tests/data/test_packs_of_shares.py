@@ -149,7 +149,7 @@ def test_a_group_gets_the_packs_that_one_rank_would_get(filled: LiveServer, layo
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"sampler": "sequential", "sampler_config": {}}, "without the row lengths; expected a plan"),
+        ({"sampler": "sequential", "sampler_config": {}}, "but no row lengths; expected a plan"),
         ({"cp_fields": ["input_ids"]}, "as many as 'input_ids'"),
     ],
 )

@@ -303,7 +303,7 @@ def test_a_transfer_that_breaks_off_is_said_and_the_port_given_up(streams: int) 
         with pytest.raises(UnavailableError, match="bulk connection"):
             opened.link.receive(ticket_of(300, 100, streams), [np.zeros(300, np.uint8).data], lambda: SECONDS)
         assert not opened.link.is_up
-        with pytest.raises(UnavailableError, match="can be sent in frames"):
+        with pytest.raises(UnavailableError, match="send the bytes in frames"):
             opened.link.receive(ticket_of(10, 10), [np.zeros(10, np.uint8).data], lambda: SECONDS)
 
 

@@ -75,7 +75,7 @@ async def test_what_cannot_be_written_waits_and_is_written_when_there_is_space(
         for number in range(5):
             journal.append(Stream.CHANGES, b"%d" % number)
             with pytest.raises(
-                DiskFullError, match=r"is full: .*lost\. Free some space; the service then resumes"
+                DiskFullError, match=r"is full: .*lost\. Free some space so that the service can resume"
             ) as caught:
                 await journal.wait_durable()
             assert caught.value.retry_after_seconds == 1.0

@@ -252,7 +252,7 @@ def test_nothing_behind_a_lost_tail_is_taken(
     truncate(first, first.stat().st_size - 24 - 1)  # the second one is written back, the end of the first is not
     reboot()
     assert read(image) == RECORDS[:2]
-    assert "quarantined a segment that comes after lost records" in caplog.text
+    assert "quarantined a segment that follows lost records" in caplog.text
     assert [path.name for path in image.glob("*.lost")] == ["journal-000000000005.tqj.lost"]
     write(image, [b"later"])
     assert read(image) == [*RECORDS[:2], b"later"]

@@ -239,7 +239,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 def test_an_open_port_is_refused_or_said_loudly(tmp_path: Path) -> None:
     everywhere = ("--host", "0.0.0.0", "--log-level", "error")
-    with pytest.raises(tq.errors.UnavailableError, match="exited with code 1 before it listened") as refused:
+    with pytest.raises(tq.errors.UnavailableError, match="exited with code 1 before it started listening") as refused:
         ServiceProcess(*everywhere, cwd=tmp_path, log=tmp_path / "refused").start()
     assert "no tls_cert and no auth_tokens_file" in str(refused.value)
     with ServiceProcess(*everywhere, "--insecure", cwd=tmp_path, log=tmp_path / "warned") as warned:

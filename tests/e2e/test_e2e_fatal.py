@@ -62,7 +62,7 @@ def test_a_storage_service_that_could_never_register_does_not_start(tmp_path, fl
         (tmp_path / name).chmod(0o600)
     flags = ("--controller", "controller.example:50051", "--internal-secret-file", "secret", *flags)
     service = ServiceProcess("--role", "storage", *flags, cwd=tmp_path, log=tmp_path / "log")
-    with pytest.raises(tq.errors.UnavailableError, match="before it listened"):
+    with pytest.raises(tq.errors.UnavailableError, match="before it started listening"):
         service.start()
     assert service.exit_code != 0
     assert reason in service.read_log()

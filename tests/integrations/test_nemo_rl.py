@@ -225,7 +225,7 @@ def test_a_copy_in_another_process_is_a_client_of_the_same_partitions(plane: Any
 def test_fields_must_be_named(adapter: Any, plane: Any) -> None:
     from nemo_rl.data_plane.interfaces import KVBatchMeta
 
-    with pytest.raises(ValueError, match="name the fields"):
+    with pytest.raises(ValueError, match="list the fields"):
         plane.get_data(KVBatchMeta("train", None, ["a"]))
     assert plane.get_samples([], "train", ["reward"]).batch_size == (0,)
 

@@ -361,7 +361,7 @@ async def test_a_kill_between_any_two_calls_leaves_whole_steps(engine: StorageEn
 
 async def test_one_service_writes_to_a_directory(tmp_path: Path) -> None:
     async with recording_to(directory(tmp_path)):
-        with pytest.raises(DataDirError, match="another service already records to"):
+        with pytest.raises(DataDirError, match="another service is already recording to"):
             await Recorder(directory(tmp_path)).open()
     async with recording_to(directory(tmp_path)):
         pass

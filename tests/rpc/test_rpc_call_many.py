@@ -91,7 +91,7 @@ ATTACKS: dict[str, tuple[Callable[[CallStream], None], str]] = {
     "another service": (lambda stream: stream.send(call(2, "/tq_service.v1.StorageService/Stat", b"")), "method is"),
     "a method that is not batched": (lambda stream: stream.send(call(2, "Insert", b"")), "method is 'Insert'"),
     "itself": (lambda stream: stream.send(call(2, "CallMany", b"")), "method is 'CallMany'"),
-    "an id that is in use": (lambda stream: stream.send(claim(1)), "call_id is 1, which another open call"),
+    "an id that is in use": (lambda stream: stream.send(claim(1)), "call_id 1 is already used by another open call"),
     "an id twice": (lambda stream: stream.send(waiting_claim(2), waiting_claim(2)), "call_id is 2"),
     "257 calls": (lambda stream: stream.send(*(claim(n) for n in range(2, 259))), "contains 257 calls; expected"),
     "a timeout below 0": (lambda stream: stream.send(claim(2, seconds=-1)), "timeout"),

@@ -192,7 +192,7 @@ WRONG: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "not padded": ({"length": 3}, "padded is False; expected True or a list of fields because length is set"),
     "no length": ({"padded": True, "truncate": True}, "truncate is True without a length"),
     "not fetched": ({"padded": ["y"]}, "padded is field 'y', which is not fetched"),
-    "other field": ({"padded": ["x"], "pad_value": {"y": 1}}, "pad_value is given for field 'y'"),
+    "other field": ({"padded": ["x"], "pad_value": {"y": 1}}, "pad_value is set for field 'y'"),
     "value alone": ({"pad_value": -1}, "padded is False; expected True or a list of fields because pad_value is set"),
     "not of the dtype": ({"padded": True, "pad_value": 0.5}, "pad_value 0.5 cannot be stored as int64"),
     "too large": ({"padded": True, "pad_value": 2**70}, "cannot be stored as int64"),

@@ -243,7 +243,7 @@ def test_what_is_held_has_to_be_of_a_leased_claim(client: AnyClient) -> None:
     with pytest.raises(tq.errors.InvalidArgumentError, match="metadata does not come from a single leased claim"):
         acquire(client, "a", holding=put)
     with pytest.raises(
-        tq.errors.InvalidArgumentError, match="holding lacks claim; expected samples that the worker has leased"
+        tq.errors.InvalidArgumentError, match="holding is missing claim. Pass both the leased samples"
     ):
         acquire(client, "a", ack=True)
     assert states(client) == (0, 0, 0)

@@ -301,7 +301,7 @@ async def test_one_that_was_silent_may_come_back_until_its_successor_has_registe
         with pytest.raises(PreconditionError, match="are being taken over"):
             registry.on_heartbeat(adopted_by(a, first, ord("b")))
         registry.on_heartbeat(adopted_by(a, second, ord("b")))
-        with pytest.raises(PreconditionError, match="start with a new, empty instance"):
+        with pytest.raises(PreconditionError, match="continue as a new, empty instance"):
             registry.on_heartbeat(a)
 
 

@@ -1,4 +1,4 @@
-"""Pure numpy functions for balancing samples across ranks by length, and for packing samples into fixed-size packs."""
+"""Pure numpy functions that balance samples across ranks by length and combine samples into fixed-size packs."""
 
 from tq_service.balancing.packs import Overlong, PackPlan, best_fit_decreasing, plan_packs
 from tq_service.balancing.partitions import (

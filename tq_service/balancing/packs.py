@@ -1,9 +1,9 @@
 """Assignment of samples to ranks, optimizer steps and fixed-size packs, based only on sample lengths.
 
-All ranks are planned together. Packs are bins, which the best-fit-decreasing heuristic fills. A search then tries to
-reduce the number of bins by one at a time. References: S. Martello, P. Toth, "Knapsack Problems", chapter 8, 1990
-(bounds, branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic algorithm for the one-dimensional bin-packing
-problem", 1999 (filling bins one by one, each as full as possible).
+All ranks are planned together. Packs are treated as bins, which the best-fit-decreasing heuristic fills. A search then
+tries to eliminate bins one at a time. References: S. Martello, P. Toth, "Knapsack Problems", chapter 8, 1990 (bounds,
+branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic algorithm for the one-dimensional bin-packing problem",
+1999 (filling bins one by one, each as full as possible).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_TREE_ITEMS = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackPlan:
-    """A plan that assigns samples to packs, by optimizer step and rank.
+    """A plan that assigns each sample to a rank, an optimizer step and a pack.
 
     Attributes:
         packs: `packs[dp_rank][step][pack]` is the list of sample indexes in a pack. An empty list represents a pack
@@ -77,7 +77,7 @@ class PackPlan:
 
     @property
     def tokens(self) -> Int64s:
-        """Number of sample tokens for each rank and step, of shape `(dp_size, optimizer_steps)`."""
+        """Number of sample tokens of each rank in each step, as an array of shape `(dp_size, optimizer_steps)`."""
         return np.array(
             [[sum(self.pack_tokens(pack) for pack in step) for step in steps] for steps in self.packs], np.int64
         )
@@ -94,7 +94,7 @@ class PackPlan:
 
     @property
     def padding_tokens(self) -> int:
-        """Number of padding tokens in all packs, including packs that contain only padding."""
+        """Total number of padding tokens in all packs, including packs that contain only padding."""
         return self.pack_count * self.pack_max_length - int(self.lengths.sum())
 
     @property
@@ -104,12 +104,12 @@ class PackPlan:
 
     @property
     def imbalance(self) -> float:
-        """Maximum rank cost divided by the mean rank cost, minus 1. The value 0.01 is an excess of 1%."""
+        """Ratio of the highest rank cost to the mean rank cost, minus 1. For example, 0.01 means 1% above the mean."""
         return _above_mean(self.rank_costs)
 
     @property
     def step_imbalance(self) -> float:
-        """Maximum token count of a rank divided by the mean over all ranks, minus 1, in the most imbalanced step."""
+        """Ratio of the highest rank token count to the mean over all ranks, minus 1, in the most imbalanced step."""
         return max(_above_mean(of_ranks) for of_ranks in self.tokens.T)
 
     def pack_tokens(self, pack: list[int]) -> int:
@@ -137,36 +137,37 @@ def plan_packs(
 ) -> PackPlan:
     """Plan the packs of a batch for all ranks. In each step, every rank has the same number of packs.
 
-    1. Samples or groups are distributed across the ranks. The Karmarkar-Karp algorithm and a refinement balance the
-       costs. The number of samples (or groups) per rank differs by at most one.
-    2. Each rank's samples are distributed across the optimizer steps, with token totals as equal as possible. The steps
-       of each rank are sorted by token count, heaviest first. Heavy steps therefore run at the same time on all ranks.
-    3. The samples for each rank and step are packed with the best-fit-decreasing heuristic. If a rank needs more packs
-       than the other ranks and exceeds its lower bound, a search tries to eliminate packs one at a time. Packs that
-       contain only padding are added until every rank has the same number of packs, at least one. Packs are sorted by
-       token count, heaviest first.
+    1. Samples or groups are distributed across the ranks, with costs balanced by the Karmarkar-Karp algorithm and a
+    refinement. The number of samples (or groups) per rank differs by at most one.
+    2. Each rank's samples are distributed across the optimizer steps, with token totals as equal as possible. Each
+    rank's steps are sorted by token count, heaviest first, so that heavy steps run at the same time on all ranks.
+    3. The samples of each rank in each step are packed with the best-fit-decreasing heuristic. If a rank has more packs
+       than the other ranks and more than the lower bound, a search tries to eliminate its packs one at a time. Packs
+       that contain only padding are added until all ranks have the same number of packs, which is at least one. Packs
+       are sorted by token count, heaviest first.
 
     Args:
         seqlens: token count of each sample, of shape `(n,)`. n may be 0.
         dp_size: number of ranks.
         optimizer_steps: exact number of optimizer steps.
         pack_max_length: maximum number of tokens per pack.
-        groups: group of each sample, or None for a sample without a group. All samples in a group are assigned to one
-            rank, but possibly to several steps. If `groups` is None, no sample has a group.
-        rollouts: rollout of each sample, in the same form as `groups`. All samples in a rollout are assigned to one
-            step, and must belong to one group. Without `groups`, each rollout is treated as a group.
-        overlong: handling of samples longer than `pack_max_length`. "error": raise an error. "truncate": shorten the
-            samples to `pack_max_length`. "drop": omit the samples. The plan lists truncated and dropped samples.
+        groups: group of each sample, or None for a sample without a group. All samples in a group are assigned to the
+            same rank, but not necessarily to the same step. If `groups` is None, no sample has a group.
+        rollouts: rollout of each sample, in the same form as `groups`. All samples in a rollout are assigned to the
+            same step, and must belong to the same group. If `groups` is None, each rollout is treated as a group.
+        overlong: how to treat samples longer than `pack_max_length`. "error" raises an error, "truncate" shortens the
+            samples to `pack_max_length`, and "drop" omits them. The plan lists truncated and dropped samples.
         cost: quantity to balance across the ranks; see `get_costs`. None: tokens.
-        even_steps: whether to balance the token totals of each rank's steps. Balancing can add much padding if a step
-            has only a few packs: for example, 2.1 packs of tokens need 3 packs. If False, all samples of a rank are
-            packed first, and the packs are then assigned to steps. The number of packs per step then differs by at most
-            one, or by at most `packs_multiple_of`. If any rollout has several samples, steps are always balanced,
-            because packs might otherwise split the rollout.
-        packs_multiple_of: divisor of the number of packs in each step, for interleaved pipelines.
+        even_steps: whether to balance the token totals of each rank's steps. Balancing can add a lot of padding if a
+            step has only a few packs: for example, tokens that would fill 2.1 packs need 3. If False, all samples of a
+            rank are packed first, and the packs are then assigned to steps. The number of packs per step then differs
+            by at most one, or by at most `packs_multiple_of`. If any rollout has several samples, steps are always
+            balanced, because assigning whole packs to steps could split a rollout.
+        packs_multiple_of: the number of packs in each step is a multiple of this number, as interleaved pipelines
+            require.
 
     Returns:
-        The plan and its statistics. Equal arguments always yield equal packs.
+        The plan with its statistics. The packs depend only on the arguments.
 
     Raises:
         ValueError: `seqlens` is not a one-dimensional sequence of non-negative integers, a count is below 1, `groups`
@@ -220,7 +221,7 @@ def check_overlong(overlong: str) -> None:
 
 
 def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the indexes of the samples to pack, of those to truncate, and of those to drop."""
+    """Return the indexes of the samples to pack, the samples to truncate, and the samples to drop."""
     check_overlong(overlong)
     too_long, none = np.flatnonzero(lengths > pack_max_length), np.zeros(0, np.int64)
     if too_long.size and overlong == "error":
@@ -236,7 +237,7 @@ def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -
 
 
 def _units(name: str, groups: Sequence[Hashable | None] | None, count: int, kept: Int64s) -> list[Int64s]:
-    """Return the sample indexes in each group or rollout, ordered by first member."""
+    """Return the sample indexes of each group or rollout. Groups are ordered by their first sample."""
     if groups is None:
         return list(kept[:, None])
     if len(groups) != count:
@@ -251,7 +252,7 @@ def _units(name: str, groups: Sequence[Hashable | None] | None, count: int, kept
 def _spread_over_steps(
     samples: Int64s, lengths: Int64s, optimizer_steps: int, rollout_of: Int64s | None
 ) -> list[Int64s]:
-    """Distribute a rank's samples across steps without splitting rollouts. Return the samples of each step."""
+    """Distribute a rank's samples across steps without splitting rollouts, and return the samples of each step."""
     if rollout_of is None:
         parts = [samples[part] for part in get_free_partitions(lengths[samples], optimizer_steps)]
     else:
@@ -271,7 +272,7 @@ def _deal(packs: Bins, optimizer_steps: int, multiple_of: int) -> list[Bins]:
     Args:
         packs: all packs of the rank, fullest first. The number of packs is a multiple of `multiple_of`.
         optimizer_steps: number of steps.
-        multiple_of: divisor of the number of packs in each step.
+        multiple_of: the number of packs in each step is a multiple of this number.
     """
     count = max(len(packs) // multiple_of, optimizer_steps)
     dealt = packs + [[] for _ in range(count * multiple_of - len(packs))]
@@ -298,13 +299,13 @@ def pack_ranks_equally(
 ) -> list[Bins]:
     """Pack each rank's items into the same number of bins, using as few bins as a bounded search can find.
 
-    First, each rank's items are packed with the best-fit-decreasing heuristic. The ranks with the most bins are then
-    repacked with one bin fewer. Repacking is repeated until it fails for one of the ranks.
+    First, each rank's items are packed with the best-fit-decreasing heuristic. Then the ranks with the most bins are
+    repeatedly repacked into one bin fewer, until repacking fails for one of the ranks.
 
     Args:
-        sizes_of_ranks: item sizes of each rank. No item is larger than `capacity`.
+        sizes_of_ranks: sizes of each rank's items, each at most `capacity`.
         capacity: maximum total size of the items in a bin.
-        multiple_of: divisor of the number of bins.
+        multiple_of: the number of bins per rank is a multiple of this number.
         spread: whether to distribute each rank's items evenly across all bins instead of leaving some bins empty.
 
     Returns:
@@ -341,7 +342,7 @@ def _try_fewer(packed: list[Bins], sizes_of_ranks: Sequence[Int64s], capacity: i
 
 
 def _spread(sizes: Int64s, bins: Bins, capacity: int, count: int) -> Bins:
-    """Distribute the items evenly across `count` bins. Return `bins` unchanged if a bin would overflow."""
+    """Return the items distributed evenly across `count` bins, or `bins` unchanged if a bin would overflow."""
     even = [part for part in get_free_partitions(sizes, count) if part]
     return even if all(int(sizes[part].sum()) <= capacity for part in even) else bins
 
@@ -351,9 +352,9 @@ def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
 
     An item is large if it exceeds half the capacity. Two large items never fit into the same bin, so each large item
     needs its own bin. For a threshold t, an item larger than `capacity - t` cannot share a bin with any item of size t
-    or more. Items with sizes from t to half the capacity can share bins only with the remaining large items. If the
-    total size of these items exceeds the free space in those bins, additional bins are required. The result is the
-    largest lower bound over all thresholds.
+    or more. Items with sizes from t to half the capacity can therefore share bins only with large items of size
+    `capacity - t` or less. If the total size of these items exceeds the free space beside those large items, additional
+    bins are required. The result is the largest lower bound over all thresholds.
     """
     if not sizes.size:
         return 0
@@ -389,11 +390,10 @@ def best_fit_decreasing(sizes: Int64s, capacity: int) -> Bins:
 
 
 def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
-    """Try to pack the items into `bin_count` bins, with bounded effort.
+    """Try to pack the items into at most `bin_count` bins, with bounded effort.
 
     Returns:
-        The filled bins, at most `bin_count`, or None if the search found no packing. A packing may exist even if None
-        is returned.
+        The filled bins, or None if the search found no packing, although one may exist.
     """
     if count_bins_at_least(sizes, capacity) > bin_count:
         return None
@@ -431,7 +431,7 @@ def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | Non
 def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[int]:
     """Return the items with the largest sum up to `capacity`.
 
-    Bit s of a table is set if the sizes of some items add up to s.
+    The algorithm uses tables of bits, in which bit s is set if the sizes of some items add up to s.
     """
     window = (1 << (capacity + 1)) - 1
     tables = [1]
@@ -449,7 +449,7 @@ def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[
 
 
 class _TreeSearch:
-    """A depth-first search for a packing, which places the largest items first and tries the fullest bins first."""
+    """A depth-first search for a packing that places the largest items first and tries the fullest bins first."""
 
     def __init__(self, sizes: Int64s, capacity: int, bin_count: int) -> None:
         self._order: list[int] = np.argsort(-sizes, kind="stable").tolist()

@@ -5,13 +5,14 @@ References: N. Karmarkar, R. M. Karp, "The differencing method of set partitioni
 
 A partial solution consists of up to k columns, each a set of items. The spread of a partial solution is the difference
 between its largest and smallest column sums. The algorithm repeatedly merges the two partial solutions with the widest
-spreads, until only one partial solution is left. A merge combines the heaviest column of one partial solution with the
-lightest column of the other, the second heaviest with the second lightest, and so on.
+spreads, until only one partial solution is left. A merge combines the heaviest column of one solution with the lightest
+column of the other, the second heaviest with the second lightest, and so on.
 
-A column is represented by its sum, in a sorted numpy array, and by the id of one of its items. To combine two columns,
-the algorithm turns the id of one column into a pointer to the id of the other. After the last merge, the pointers lead
-from each item to its column. The cost of a merge therefore depends on k, but not on the number of items. Finally, the
-refinement moves or swaps items between the heaviest set and lighter sets until no exchange helps.
+A column is represented by its sum, in a sorted numpy array, and by its id, which is the index of one of its items. To
+combine two columns, the algorithm points the id of one column to the id of the other. After the last merge, following
+the pointers from an item leads to its column. The cost of a merge therefore depends on k, but not on the number of
+items. Finally, the refinement moves or swaps items between the heaviest set and lighter sets until no exchange lowers
+the maximum.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ class AttentionCost:
     """Cost of a sequence with L tokens: `linear * L + quadratic * L**2`.
 
     The linear term models matrix products, whose cost per token is constant. The quadratic term models the attention of
-    each token to earlier tokens. Balancing code commonly uses the default ratio for a hidden size of 4,096. With this
-    ratio, the two terms are equal at 24,576 tokens.
+    each token to earlier tokens. The default ratio is common in balancing code for a hidden size of 4,096, and makes
+    the two terms equal at 24,576 tokens.
 
     Attributes:
         linear: cost per token.
-        quadratic: cost per pair of tokens in the sequence.
+        quadratic: cost per pair of tokens, of which a sequence of L tokens has `L**2`.
     """
 
     linear: float = 24_576
@@ -67,7 +68,7 @@ class AttentionCost:
             )
 
     def __call__(self, lengths: Int64s) -> NDArray[np.float64]:
-        """Return the cost of each sequence, of shape `(n,)`, given the sequence lengths."""
+        """Return the costs of sequences with these lengths, as an array of shape `(n,)`."""
         exact = lengths.astype(np.float64)
         return np.asarray(exact * (self.linear + self.quadratic * exact), np.float64)
 
@@ -76,7 +77,7 @@ _ATTENTION: Final = AttentionCost()
 
 
 def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
-    """Return the cost of each sample as an integer, computed from the sample's length.
+    """Compute the cost of each sample from its length, and return the costs as integers.
 
     Args:
         lengths: token counts, of shape `(n,)`.
@@ -85,11 +86,11 @@ def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
             costs.
 
     Returns:
-        Costs, of shape `(n,)`. Floating-point costs are scaled to a maximum of 2**40 and then rounded.
+        Costs as an int64 array of shape `(n,)`. Floating-point costs are scaled to a maximum of 2**40 and then rounded.
 
     Raises:
-        ValueError: the name is unknown, or the function returns an array of the wrong shape or with invalid values.
-            Values must be finite, non-negative numbers that are small enough for an exact sum.
+        ValueError: `cost` is an unknown name, or a function that returns an array of the wrong shape or with invalid
+            values. Costs must be finite, non-negative numbers whose total is below 2**62.
     """
     if isinstance(cost, str):
         check_cost_name(cost)
@@ -129,13 +130,13 @@ def check_lengths(seqlen_list: Lengths) -> NDArray[np.int64]:
     """Validate lengths and convert them to an int64 array of shape `(n,)`.
 
     Raises:
-        ValueError: the lengths are not one-dimensional, not integers, negative, or too large for an exact sum.
+        ValueError: the lengths are not one-dimensional, not integers or negative, or their total is 2**62 or more.
     """
     try:
         lengths = np.asarray(seqlen_list)
     except ValueError as error:
         raise ValueError(
-            f"seqlen_list: got rows of different sizes, expected a flat list of integers ({error})"
+            f"seqlen_list: got nested lists of different lengths, expected a flat list of integers ({error})"
         ) from error
     if lengths.ndim != 1:
         raise ValueError(f"seqlen_list: got an array of shape {lengths.shape}, expected one dimension")
@@ -179,14 +180,14 @@ def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) ->
     """Split items into partitions of nearly equal total length, by largest differencing.
 
     Args:
-        seqlen_list: length of each item, of shape `(n,)`.
+        seqlen_list: length of each item, as a list or an array of shape `(n,)`.
         k_partitions: number of partitions.
         equal_size: whether every partition must have exactly `n / k_partitions` items. If False, every partition has at
             least one item.
 
     Returns:
-        The item positions in each partition, in ascending order. The heaviest partition comes first. Each item is in
-        exactly one partition. Equal arguments always yield equal results.
+        The item positions of each partition, in ascending order. The heaviest partition comes first. Each item is in
+        exactly one partition. The result depends only on the arguments.
 
     Raises:
         ValueError: `seqlen_list` is not a one-dimensional sequence of non-negative integers, there are fewer items than
@@ -202,8 +203,8 @@ def get_seqlen_balanced_partitions(
 ) -> list[list[int]]:
     """Split items into partitions of nearly equal total cost, by `karmarkar_karp` followed by moves and swaps.
 
-    See `karmarkar_karp` for the arguments, result and errors. Partitions are sorted by their sums before the
-    refinement, so the first partition of the result need not be the heaviest. `cost` is the quantity to balance; see
+    See `karmarkar_karp` for the arguments, result and errors. Partitions are sorted by sum before the refinement, so
+    the first partition in the result is not necessarily the heaviest. `cost` is the quantity to balance; see
     `get_costs`. None: lengths.
     """
     lengths, k = _check(seqlen_list, k_partitions, equal_size)
@@ -234,7 +235,7 @@ def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
 
 
 def _padded_partitions(seqlen_list: Lengths, k_partitions: int, *, equal_size: bool) -> list[list[int]]:
-    """Pad the item list to a valid size with items of length 0, partition the items, and remove the padding.
+    """Pad the list to a valid size with items of length 0, partition the items, and remove the padding items.
 
     With `equal_size`, each partition contains at most one padding item.
     """
@@ -281,18 +282,18 @@ def _partition(lengths: Int64s, k: int, equal_size: bool) -> list[Int64s]:
 
 
 class _Partial(NamedTuple):
-    """The sums and ids of the non-empty columns in a partial solution, in ascending order of sum."""
+    """The sums and ids of the non-empty columns of a partial solution, in ascending order of sum."""
 
     sums: Int64s
     ids: Int64s
 
 
 class _Differencing:
-    """A run of the differencing algorithm.
+    """One run of the differencing algorithm.
 
-    Merged partial solutions are stored in a heap. A single item is a partial solution with one column, whose spread is
-    the item's length. Single items are stored separately, in an array in descending order, so several items can be
-    merged at once. Without `equal_size`, most merges combine single items.
+    Merged partial solutions are stored in a heap. A single item is a partial solution with one column, and its spread
+    is its length. Single items are stored separately, in an array in descending order of length, so that several items
+    can be merged at once. Without `equal_size`, most merges combine single items.
     """
 
     def __init__(self, lengths: Int64s, k: int) -> None:
@@ -306,7 +307,7 @@ class _Differencing:
         self._next = 0
 
     def seed_full_rows(self) -> None:
-        """Create a partial solution from every k consecutive items, which adds one item to each partition."""
+        """Create a partial solution from every k consecutive items, with one item per column."""
         rows = zip(self._single_lengths.reshape(-1, self._k), self._single_ids.reshape(-1, self._k), strict=True)
         for sums, ids in rows:
             self._push(_Partial(sums[::-1], ids[::-1]))
@@ -338,7 +339,7 @@ class _Differencing:
         return heapq.heappop(self._heap)[2]
 
     def _singles_ahead(self) -> int:
-        """Return the number of single items whose spread is at least as wide as every spread in the heap."""
+        """Return the number of remaining single items whose spread is at least as wide as every spread in the heap."""
         end = self._negated.size if not self._heap else self._negated.searchsorted(self._heap[0][0], side="right")
         return max(int(end) - self._next, 0)
 
@@ -350,7 +351,7 @@ class _Differencing:
         return _ordered(sums, np.concatenate([partial.ids, self._single_ids[taken]]))
 
     def _absorb(self, partial: _Partial) -> _Partial:
-        """Merge single items into the lightest column while the next item and `partial` have the widest spreads."""
+        """Merge single items into the lightest column while `partial` and the next item have the widest spreads."""
         columns = list(
             zip(partial.sums.tolist(), partial.ids.tolist(), strict=True)
         )  # ascending order, therefore already a heap
@@ -386,21 +387,21 @@ def _ordered(sums: Int64s, ids: Int64s) -> _Partial:
 
 
 def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: bool) -> list[Int64s]:
-    """Exchange items until the heaviest set cannot be made lighter, or is within 0.001% of the lower bound.
+    """Exchange items until no exchange makes the heaviest set lighter, or its sum is within 0.001% of a lower bound.
 
     The lower bound is the larger of the mean sum and the longest item's length. With `equal_size`, the longest item
-    must share its set with other items, so the lengths of the shortest items are added to its length. An exchange swaps
-    an item in the heaviest set for a shorter item in another set. Without `equal_size`, an exchange may also move an
-    item to another set. An exchange is made only if both sets end up below the previous maximum, so the maximum never
-    increases. The number of exchanges is limited to four per set.
+    must share its set with other items, so the bound includes the lengths of the shortest items that can complete this
+    set. An exchange swaps an item in the heaviest set for a shorter item in another set. Without `equal_size`, an
+    exchange may also move an item to another set. An exchange is made only if the sums of both sets end up below the
+    previous maximum, so the maximum never increases. The number of exchanges is limited to four per set.
 
     Args:
         lengths: length of each item, of shape `(n,)`.
         partitions: item positions in each set. A set may be empty.
-        equal_size: whether each set must keep its number of items.
+        equal_size: whether the number of items in each set must stay the same.
 
     Returns:
-        The resulting sets, in the order of `partitions`.
+        The item positions in each set after the exchanges, in the order of `partitions`.
     """
     sets = _Sets(lengths, partitions, keep_sizes=equal_size)
     for _ in range(4 * len(partitions)):
@@ -424,7 +425,7 @@ class _Sets:
         self._good_enough = lower_bound + int(lower_bound * _TOLERANCE)
 
     def relieve_heaviest(self) -> bool:
-        """Make the best exchange for the heaviest set. Return False if no exchange helps."""
+        """Make the best exchange that reduces the heaviest sum, or return False if there is none."""
         heaviest = int(np.argmax(self._sums))
         if self._sums[heaviest] <= self._good_enough:
             return False
@@ -441,7 +442,7 @@ class _Sets:
     def _offered(self, heaviest: int, other: int) -> Int64s:
         """Return the lengths of the items that another set can offer to the heaviest set.
 
-        If the sizes of the sets may change, a final 0 is appended. The 0 represents a move without an item in return.
+        If set sizes may change, a 0 is appended, which stands for a move without an item in return.
         """
         if self._keep_sizes or self.items[heaviest].size < 2:
             return self._values[other]
@@ -466,7 +467,7 @@ class _Sets:
         return None
 
     def _any_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the exchange with a set in `others` that minimizes the larger of the two resulting sums, or None."""
+        """Return the exchange with any set in `others` that minimizes the larger of the two resulting sums, or None."""
         given = self._values[heaviest]
         offered = [self._offered(heaviest, other) for other in others.tolist()]
         owners = np.repeat(others, [values.size for values in offered]) if offered else others
@@ -483,9 +484,9 @@ class _Sets:
         return other, given_place, flat - int((owners == other).argmax())
 
     def _make(self, heaviest: int, other: int, given: int, returned: int) -> None:
-        """Exchange item `given` of the heaviest set for item `returned` of the other set.
+        """Swap item `given` of the heaviest set with item `returned` of the other set.
 
-        If `returned` is past the last position in the other set, only move item `given`.
+        If `returned` is past the end of the other set, only move item `given`.
         """
         is_swap = returned < self.items[other].size
         moved = int(self._values[heaviest][given])

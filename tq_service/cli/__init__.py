@@ -1,4 +1,4 @@
-"""The `tq-service` command line. Each command's module is imported only on use, which keeps probes fast."""
+"""The `tq-service` command line. Each command's module is imported only when it runs, so probes start fast."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ _EXTRAS = {
 class _CommandsOnDemand(TyperGroup):
     """A command group that imports each command's module on first use.
 
-    Signatures use Any because some versions of typer import click and others bundle a copy of it.
+    Signatures annotate click objects as Any because some versions of typer import click and others bundle a copy of
+    click.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:

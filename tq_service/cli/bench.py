@@ -95,7 +95,7 @@ def _positive_bytes(size: str) -> int:
     except ValueError as error:
         raise InvalidArgumentError(f"--size: got {size!r}: {error}", field="size") from None
     if not isinstance(size_bytes, int) or size_bytes <= 0:
-        raise InvalidArgumentError(f"--size: got {size!r}, expected more than 0 bytes, such as 64MiB", field="size")
+        raise InvalidArgumentError(f"--size: got {size!r}, expected a size greater than 0, such as 64MiB", field="size")
     return size_bytes
 
 
@@ -106,10 +106,10 @@ class _Figure:
     Attributes:
         name: name of the measured operation.
         rate: measured throughput, in `unit`.
-        unit: unit of the rate.
+        unit: unit of `rate`, such as "calls/s".
         p50_ms: median latency in milliseconds.
         p99_ms: 99th-percentile latency in milliseconds.
-        count: number of measured calls.
+        count: number of calls measured.
     """
 
     name: str

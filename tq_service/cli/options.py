@@ -65,7 +65,7 @@ def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Para
 def with_options(
     function: Callable[..., Any], options: Iterable[inspect.Parameter], call: Callable[..., None] | None = None
 ) -> Callable[..., None]:
-    """Create a command from the parameters of a function, except `client` and `**`, and from additional options.
+    """Create a command with `options` and the parameters of a function, except `client` and `**`.
 
     Args:
         function: function that implements the command.
@@ -236,7 +236,7 @@ def open_client(address: str | None, timeout: float, **credentials: Any) -> Iter
 
 
 def probed_address(address: str | None) -> str:
-    """Return the given address, or by default localhost with the port in TQ_PORT or the default port.
+    """Return `address` if set, or else localhost with the port from TQ_PORT or the default port.
 
     Raises:
         InvalidArgumentError: the address is invalid.
@@ -338,7 +338,7 @@ def table(headings: str, rows: Iterable[Sequence[object]], *, no_wrap: bool = Fa
     """Create a table to print.
 
     Args:
-        headings: column headings, separated by commas. The prefix ">" right-aligns a column.
+        headings: column headings, separated by commas. A heading that begins with ">" right-aligns its column.
         rows: cells of each row. None is shown as "-". Text is not interpreted as markup.
         no_wrap: whether to truncate text that does not fit, rather than wrap it.
     """

@@ -107,7 +107,7 @@ def seal(client: Client, partition: Partition) -> Answer:
 def clear(
     client: Client, partitions: Annotated[list[str], typer.Argument(help="Names of the partitions.")], yes: Yes = False
 ) -> Answer:
-    """Remove partitions and all their data, and end any calls that are waiting for these partitions."""
+    """Remove partitions with all their data, and end any calls that are waiting on them."""
     counts = {name: client.describe_partition(name).summary.present_count for name in dict.fromkeys(partitions)}
     _confirm(f"clear {', '.join(counts)} with {sum(counts.values()):,} samples?", yes)
     counts = {name: client.clear_partition(name) for name in counts}

@@ -162,9 +162,9 @@ class Preview:
     Attributes:
         sampler: name of the sampler, with distinguishing options.
         batches: number of batches that the sampler needs for all samples.
-        rank_tokens: number of tokens on each rank in the first batch; an array of shape `(dp_size,)`.
-        rank_costs: cost of each rank's samples in the first batch, including attention; an array of shape `(dp_size,)`.
-        rank_samples: number of samples on each rank in the first batch; an array of shape `(dp_size,)`.
+        rank_tokens: number of tokens in the first batch on each rank; shape `(dp_size,)`.
+        rank_costs: estimated compute cost of the first batch on each rank, including attention; shape `(dp_size,)`.
+        rank_samples: number of samples in the first batch on each rank; shape `(dp_size,)`.
         pack_fills: for packed batches, the filled fraction of each pack across all ranks and steps.
         packs_by_step: for packed batches, the number of packs per rank in each step.
     """
@@ -179,7 +179,7 @@ class Preview:
 
 
 def preview_samplers(lengths: Int64s, shape: Shape) -> list[Preview]:
-    """Plan all samples as a single batch with each sampler. `token_budget` may need several batches.
+    """Plan all samples as a single batch with each sampler. Only `token_budget` may need several batches.
 
     Raises:
         ValueError: a sample or group exceeds the maximum length of a sampler.
@@ -230,7 +230,9 @@ def _plans(sampler: Sampler, lengths: Int64s, shape: Shape) -> Iterator[Plan]:
     while view.ready().size:
         plan = sampler.plan(view, request)
         if not isinstance(plan, Plan):
-            raise TypeError(f"sampler {sampler.name!r} returned {plan!r}, not a plan, although all samples are ready")
+            raise TypeError(
+                f"sampler {sampler.name!r} returned {plan!r} instead of a plan, although all samples are ready"
+            )
         for part in plan.ranks:
             view.consume(part.rows)
         yield plan

@@ -166,7 +166,7 @@ def restore(
 ) -> Answer:
     """Restore a checkpoint into a service without partitions, or replace all existing partitions with --replace.
 
-    The service verifies the entire checkpoint before it restores the checkpoint atomically.
+    The service first verifies the entire checkpoint, then restores it atomically.
     """
     restored = client.restore(name, replace=replace, timeout=client.timeout)
     yield restored

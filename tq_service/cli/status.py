@@ -91,7 +91,7 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
         prefix: prefix of partition names; used only if `names` is empty.
 
     Raises:
-        PartitionNotFoundError: a partition in `names` does not exist, and no call waits for it.
+        PartitionNotFoundError: a partition in `names` does not exist, and no call is waiting for it.
     """
     if not names:
         return client.status(prefix)
@@ -116,7 +116,7 @@ def _is_screen() -> bool:
 
 
 def _statuses(client: Client, names: Any, prefix: str, seconds: float | None) -> Iterator[ServiceStatus | TqError]:
-    """Yield the status once, or every `seconds` seconds. If a repeated read fails, yield the error."""
+    """Yield the status once, or every `seconds` seconds. If a repeated read fails, yield the error instead."""
     while True:
         try:
             if seconds is not None:
@@ -167,13 +167,13 @@ _TITLES: Final = ("TASK", "DELIVERED", "RATE", "WAITING FOR")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """The part of the output that shows a partition.
+    """The lines of output that show one partition.
 
     Attributes:
         lines: lines of text.
-        urgency: display priority. If not all blocks fit on the screen, blocks with lower numbers are shown. 0 means
-            that calls are waiting, 1 that samples are being delivered, 2 that some tasks are incomplete, and 3 that all
-            tasks are complete.
+        urgency: display priority. If not all blocks fit on the screen, blocks with lower numbers take precedence. 0
+            means that calls are waiting, 1 that samples are being delivered, 2 that some tasks are incomplete, and 3
+            that all tasks are complete.
     """
 
     lines: tuple[str, ...]
@@ -280,7 +280,7 @@ def terminal_width() -> int:
 def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, list[Block]]:
     """Return the column titles as one line, and one block per partition, sorted by partition name.
 
-    A partition that does not exist yet is included if calls are waiting for that partition.
+    A Partitions that do not exist yet are included if calls are waiting for them.
     """
     width = max(_LEAST_WIDTH, width or terminal_width())
     waits: dict[str, list[PartitionWait]] = {}

@@ -31,12 +31,12 @@ def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[
     Args:
         fields: the fields. Each field must have a dtype and a row shape.
         row_count: number of rows.
-        lengths: for each jagged field, the size of each row in the ragged dimension, as an array of shape `(n,)`, or
+        lengths: for each jagged field, an array with each row's size in the ragged dimension. Its shape is `(n,)`, or
             `(n, dims)` if several dimensions are ragged.
 
     Raises:
-        InvalidArgumentError: a field lacks a dtype or row shape, or contains objects. Also raised if row lengths are
-            missing, superfluous or negative.
+        InvalidArgumentError: a field has no dtype or row shape, or contains objects. Also raised if row lengths are
+            missing, negative or not expected.
     """
     shapes = [_column_shape(spec, row_count, lengths.get(spec.name)) for spec in fields]
     names = [shape.spec.name for shape in shapes]
@@ -80,7 +80,7 @@ def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) ->
 
 
 class Allocation:
-    """Memory allocated for a put, which exists as long as any array refers to it.
+    """Memory allocated for a put. It is freed when no array refers to it.
 
     Attributes:
         header: header of the put.

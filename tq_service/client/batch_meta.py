@@ -1,8 +1,8 @@
 """Defines `BatchMeta`: the samples of a batch, with cell locations, optimizer steps and packs.
 
-This module also defines the parts of a BatchMeta: the namespace, the cell locations, the steps, and the columns with
-one value per sample (custom_meta, keys, groups, rollouts). Each column is declared once, and the same code selects,
-concatenates and overwrites all columns.
+This module also defines the parts of a BatchMeta: namespace, cell locations, steps, and sample columns (custom_meta,
+keys, groups and rollouts). Each column is declared once, and the same code selects, concatenates and overwrites all
+columns.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class StorageRef(NamedTuple):
     Attributes:
         storage_id: name of the storage service.
         boot_id: id of the instance.
-        address: address of the instance; empty for the address of the controller.
+        address: address of the instance, or empty if it is the controller's address.
         is_away: whether the controller does not know the instance's current address.
     """
 
@@ -160,7 +160,7 @@ class CellLocations:
         return {name for runs in self.runs for name in runs.field_names}
 
     def covers(self, field_names: Iterable[str]) -> bool:
-        """Return whether the locations of all given fields are known."""
+        """Return whether the locations of all these fields are known."""
         return self.field_names.issuperset(field_names)
 
     def select(self, positions: Indexes) -> CellLocations:
@@ -168,7 +168,7 @@ class CellLocations:
         return CellLocations(puts=self.puts, runs=tuple(runs.select(positions) for runs in self.runs))
 
     def select_fields(self, field_names: Sequence[str]) -> CellLocations:
-        """Return the locations of only the given fields."""
+        """Return the locations of only these fields."""
         selected = [
             replace(runs, field_names=names)
             for runs in self.runs
@@ -211,7 +211,7 @@ class _Rows(NamedTuple):
     lengths: Indexes
 
     def with_counts(self) -> _Rows:
-        """Return these cells with explicit numbers of extents per cell."""
+        """Return these cells with an explicit extent count for each cell."""
         if self.counts.size:
             return self
         return self._replace(counts=np.ones_like(self.rows), lengths=np.full_like(self.rows, WHOLE_EXTENT))
@@ -263,9 +263,9 @@ class SampleColumn:
     Attributes:
         message_field: name of the message field that contains the column, and also of the property that returns one
             value per sample. Empty if there is no such field.
-        blank: value that stands in for a missing value.
-        is_of_sample: whether the value is part of the sample and is set by writes. If False, the value is a task's
-            record of the sample.
+        blank: value used in place of a missing value.
+        is_of_sample: whether the value belongs to the sample and is set by writes. If False, the value is what a task
+            records about the sample.
     """
 
     message_field: str = ""
@@ -281,7 +281,7 @@ class SampleColumn:
         return select(column, positions)
 
     def concat(self, columns: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Concatenate the columns of batches that have the given sizes."""
+        """Concatenate the columns of batches with these sizes."""
         if not any(columns):
             return ()
         parts = (column or (self.blank,) * size for column, size in zip(columns, sizes, strict=True))
@@ -352,24 +352,24 @@ class BatchMeta:
         indexes: global indexes of the samples, as a read-only int64 array of shape `(size,)`.
         dropped_indexes: int64 global indexes of samples that the sampler dropped from this rank's batch, for example
             because of the option `overlong="drop"`. Dropped samples are not in `indexes`. Every part of the batch
-            contains all dropped indexes. If `clear_samples`, `ack` or `release` is called with a part, the call also
-            applies to the dropped samples.
+            contains all dropped indexes. If `clear_samples`, `ack` or `release` is called with part of the batch, the
+            call also applies to the dropped samples.
         fields: specs of the batch's fields. The result of a claim has the requested fields, and the result of a put has
             the written fields. The results of `lookup_samples` and `put(return_meta="all")` have every field that at
             least one sample has.
         steps: the optimizer steps and packs in which to use the samples. Plain micro-batches form a single step.
-        totals: for a rank's batch, the sums over all ranks for each step, which are equal on all ranks. For a loader's
-            micro-batch, the sums for the step of the micro-batch. Otherwise ().
+        totals: for a rank's batch, each step's sums of the `totals` columns over all ranks; all ranks receive the same
+            sums. For a loader's micro-batch, the sums for its step. Otherwise ().
         end: number of samples per outcome if the status is "end", or None otherwise.
         locations: cell locations known to the client. `get_data` looks up the locations of other fields.
-        claim_id: id of the queue worker's claim, used by `ack`, `extend` and `release`, or empty if there is none.
+        claim_id: id of the queue worker's claim, used by `ack`, `extend` and `release`, or empty if the batch is not
+            from a queue worker's claim.
         task_name: the task that claimed the batch, or empty if the batch was not claimed.
-        lease_seconds: number of seconds of the lease that remained when the service responded, or None if the samples
-            are not leased.
+        lease_seconds: remaining lease in seconds when the service responded, or None if the samples are not leased.
         delivery_counts: for leased samples, the number of times that each sample was delivered to the task, including
             this delivery.
-        consumption: for a lookup with a task, the state of each sample for that task, as a uint8 array of
-            `SampleConsumption` values with shape `(size,)`; otherwise None. See `consumed`.
+        consumption: for a lookup with a task, each sample's state for that task, as a uint8 array `(size,)` of
+            `SampleConsumption` values; otherwise None. See `consumed`.
         waiting_for: the reason for the wait if the status is "not_yet", or None if the call did not request the reason.
             See `explain` in `claim`.
         revision: for a lookup, the revision from which `watch` can continue; otherwise None.
@@ -422,7 +422,7 @@ class BatchMeta:
         revision: Revision | None = None,
         admitted: BatchMeta | None = None,
     ) -> BatchMeta:
-        """Return the batch in a message that was sent to a client with the given namespace.
+        """Create a batch from a message that was sent to a client with this namespace.
 
         Do not modify the message afterwards.
 
@@ -493,7 +493,7 @@ class BatchMeta:
 
     @property
     def reason(self) -> str:
-        """With status "not_yet", a sentence that explains the wait, or empty if the call did not request the reason."""
+        """With status "not_yet", a sentence that explains the wait, or "" if the call did not request the reason."""
         return "" if self.waiting_for is None else self.waiting_for.text
 
     @property
@@ -547,11 +547,11 @@ class BatchMeta:
 
     @property
     def produced(self) -> dict[str, NDArray[np.bool_]]:
-        """By field, a bool array of shape `(size,)` that marks samples that had the field at the time of the call.
+        """For each field, a bool array `(size,)` that marks samples that had the field at the time of the call.
 
-        The arrays are available for claimed batches, whose samples have all fields, for results of `lookup_samples` and
-        `put(return_meta="all")`, and for batches selected or concatenated from such batches. Fields without an array,
-        such as fields just written by a put, are omitted.
+        The arrays are available for claimed batches, whose samples have all fields, and for results of `lookup_samples`
+        and `put(return_meta="all")`. Batches selected or concatenated from these also have them. Fields without an
+        array, such as fields just written by a put, are omitted.
         """
         if self.produced_columns:
             return dict(zip(self.data_fields, self.produced_columns, strict=True))
@@ -604,7 +604,7 @@ class BatchMeta:
         )
 
     def select_fields(self, data_fields: Iterable[str]) -> BatchMeta:
-        """Return a batch with only the given fields, in the given order.
+        """Return a batch with only these fields, in this order.
 
         Raises:
             InvalidArgumentError: a field is not in the batch.
@@ -749,7 +749,7 @@ def _read_totals(totals: Iterable[pb.StepTotals]) -> tuple[StepTotals, ...]:
 
 
 def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> dict[int, Step]:
-    """Restrict steps to a selection of samples, and return them by step number in the original batch.
+    """Restrict steps to a selection of samples, and return them keyed by their number in the original batch.
 
     A pack that loses samples also loses its padding. Packs and steps that lose all samples are omitted.
 
@@ -861,7 +861,7 @@ def _names(column: tuple[str, ...], size: int) -> list[str | None]:
 
 
 def overwritten(old: BatchMeta, new: object) -> dict[str, Any]:
-    """Return the sample columns of a batch after a write whose columns are attributes of `new`."""
+    """Return the sample columns of `old` after a write that set the columns of `new`."""
     return {name: SAMPLE_COLUMNS[name].overwrite(getattr(old, name), getattr(new, name)) for name in OWN_COLUMNS}
 
 

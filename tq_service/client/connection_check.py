@@ -1,7 +1,7 @@
 """Diagnoses unreachable addresses, because gRPC reports only the failure of the last address that it tried.
 
-For example, "localhost" has two addresses, ::1 and 127.0.0.1. If the service at the second address uses TLS and the
-client does not, gRPC reports "connection refused", because ::1 was tried last and refused the connection.
+For example, "localhost" has two addresses, ::1 and 127.0.0.1. If only the service at the second address is running, and
+it uses TLS while the client does not, gRPC reports "connection refused" for ::1, which it tried last.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _connected(context: ssl.SSLContext, target: tuple[str, int], host: str | Non
 
 
 def _greet(connection: socket.socket) -> bytes:
-    """Send an HTTP/2 preface. Return the header of the server's first frame, or less if the connection ends."""
+    """Send an HTTP/2 preface. Return the server's first frame header, or fewer bytes if the connection ends."""
     with connection, connection.makefile("rb") as answers:
         connection.sendall(_HTTP2_HELLO)
         return answers.read(_FRAME_HEADER_BYTES)

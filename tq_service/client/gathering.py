@@ -62,7 +62,7 @@ _NOT_LOOKED_UP: Final = (LimitExceededError, DiskFullError, UnauthenticatedError
 
 
 def seconds_without_capacity(refusal: TqError) -> float | None:
-    """Return for how many seconds capacity may be lacking, or None if the put was rejected for another reason."""
+    """Return how many seconds capacity may be lacking, or None if the put was rejected for another reason."""
     if not isinstance(refusal, ResourceExhaustedError) or isinstance(refusal, _NOT_LOOKED_UP):
         return None
     return refusal.retry_after_seconds
@@ -73,7 +73,7 @@ class Put:
     """The put made by a single call.
 
     Attributes:
-        kind: the response type, which determines the RPC: Commit (sent as part of a put if there are columns) or
+        kind: the response type, which determines the RPC, either Commit (sent as part of a put if there are columns) or
             Insert.
         columns: columns of new or existing samples, or empty if the put contains only metadata.
         write: the samples to write.
@@ -367,7 +367,8 @@ class Lines:
     def await_gathered(self, signal: Any) -> None:
         """Set a signal as soon as no caller is waiting for a gathered put, possibly immediately.
 
-        If a line has unsent puts, the signal also waits for the line's puts in flight, whose responses may arrive last.
+        If a line has unsent puts, the signal is not set until the line's puts in flight have also ended, because their
+        responses may arrive last.
         """
         with self._lock:
             lines = [line for line in self._lines.values() if line.waiting]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tq_service.client.landing import Landing
 
 GROUP_INDEX: Final = "group_index"
-"""Name of the field added by `get_data(expand=False)`. It contains each sample's row in columns with group scope."""
+"""Name of the field added by `get_data(expand=False)`. It maps each sample to its row in columns with group scope."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,7 +87,7 @@ class SharedRows:
         return {**data, **shared}
 
     def indexed(self, data: dict[str, Any], device: Any = None) -> dict[str, Any]:
-        """Add the `group_index` field, which contains each sample's row, to decoded columns."""
+        """Add the `group_index` field, which maps each sample to its row, to decoded columns."""
         if not has_torch():
             return {**data, GROUP_INDEX: self.order}
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
@@ -158,13 +158,13 @@ def check_not_expanded(fields: Sequence[FieldSpec], landing: Landing | None) -> 
     for spec in fields:
         if spec.name == GROUP_INDEX:
             raise InvalidArgumentError(
-                f"expand is False and field {GROUP_INDEX!r} is fetched, but the added index has the same name. Omit "
-                f"this field from data_fields",
+                f"expand is False and field {GROUP_INDEX!r} is fetched, but expand=False adds a field with the same "
+                f"name. Omit this field from data_fields",
                 field="expand",
             )
         if spec.scope is FieldScope.GROUP and landing is not None and spec.name in landing.out:
             raise InvalidArgumentError(
-                f"out has field {spec.name!r}, whose number of groups is not known in advance. With expand=False, omit "
+                f"out has field {spec.name!r}, whose number of rows is not known in advance. With expand=False, omit "
                 f"the field from out",
                 field="out",
                 metadata={"field_name": spec.name},

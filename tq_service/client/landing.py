@@ -32,7 +32,7 @@ class Landing:
 
     Attributes:
         device: device for fields that are not in `out`, or None for the CPU.
-        out: the caller's tensors to fill, by field.
+        out: a dict of the caller's tensors to fill, by field.
     """
 
     device: torch.device | None
@@ -94,7 +94,7 @@ class Landing:
                 )
 
     def device_of(self, column: ColumnShape) -> torch.device | None:
-        """Return the device to which a column is copied, or None for the CPU, where objects always stay."""
+        """Return the device to copy a column to, or None if it stays on the CPU, as object columns always do."""
         target = self.out.get(column.spec.name)
         if target is not None:
             return target.device if is_on_device(target) else None

@@ -98,8 +98,9 @@ class Padding:
 
     Attributes:
         fields: names of the fields to pad. If None, all jagged fields that have one ragged dimension are padded.
-        value: fill value, or fill values by field.
-        length: row length, or row lengths by field. If None, each field is padded to the length of its longest row.
+        value: fill value, or a dict of fill values by field.
+        length: row length, or a dict of row lengths by field. If None, each field is padded to the length of its
+            longest row.
         side: side on which rows are padded.
         mask: whether to also return masks.
         truncate: whether to truncate rows longer than `length` to their first `length` items.
@@ -153,7 +154,7 @@ class Padding:
             others = [each for each in given if each not in fields] if fields and isinstance(given, Mapping) else []
             if others:
                 raise _wrong(
-                    name, f"given for field {others[0]!r}", f"only fields in padded: {', '.join(fields or ())}"
+                    name, f"set for field {others[0]!r}", f"only fields in padded: {', '.join(fields or ())}"
                 )
         return cls(fields=fields, value=pad_value, length=length, side=side, mask=bool(mask), truncate=truncate)  # type: ignore[arg-type]
 
@@ -191,7 +192,7 @@ class Padding:
         return spec.layout is Layout.JAGGED and _ragged_dim(spec) is not None
 
     def heads(self, specs: Sequence[FieldSpec], sliced: Sequence[str]) -> dict[str, int]:
-        """Return, by field, the lengths to which storage services truncate rows."""
+        """Return a dict that maps each field to the length to which storage services truncate its rows."""
         return {
             spec.name: length
             for spec in specs
@@ -322,7 +323,7 @@ class PaddedColumn:
 
         Args:
             parts: for each response, the positions of its rows in the result, its column, and its values. Values that
-                are the buffer itself were received in place. All other values are copied.
+                are a view of the buffer were received in place. All other values are copied.
 
         Raises:
             FieldMismatchError: a row is longer than `length`, or rows differ in several dimensions.

@@ -59,8 +59,8 @@ class ReadForm:
         """
         if self.slices is not None and self.slices.is_by_row:
             raise InvalidArgumentError(
-                "missing is 'skip', but slices has separate ranges per row, which skipped samples would shift. Look up "
-                "the samples first, or set missing='error'",
+                "missing is 'skip', but slices are set for each row, and skipping samples would shift the ranges. "
+                "Look up the samples first, or set missing='error'",
                 field="missing",
             )
 
@@ -128,7 +128,7 @@ class FormOfFields:
 
     @property
     def cuts(self) -> Mapping[str, RowCut]:
-        """The requested slices, by field."""
+        """A dict of the requested slices by field."""
         return {} if self.slices is None else self.slices.cuts
 
     @property
@@ -210,7 +210,7 @@ def with_shares(
         data_fields: names of the fetched fields.
         cp_fields: names of the fields that are split among the ranks.
         share: slice that selects the rank's share.
-        fill: fill value of the shares, or fill values by field.
+        fill: fill value of the shares, or a dict of fill values by field.
         positions: whether to add a field that contains the positions of the items in the share.
 
     Raises:
@@ -244,8 +244,8 @@ class PaddedRead:
         row_count: number of rows in the result.
         device: device to which padded columns are copied, or None for the CPU.
         specs: specs of the fields, as far as known before the read.
-        columns: columns that are padded during the transfer, by field.
-        parts: received parts of `columns`, by field.
+        columns: a dict of the columns that are padded during the transfer, by field.
+        parts: a dict of the received parts of `columns`, by field.
     """
 
     padding: Padding

@@ -71,8 +71,8 @@ class StorageRead:
         positions: ascending positions of the rows to read, as an array of shape `(n,)`. Positions refer to samples of
             the batch, or to the list of all extents of the batch's cells.
         request: the request for the cells.
-        owners: the sample of each row, as an array of shape `(n,)`. If several samples share a row, the first of these
-            samples. If None, each row belongs to the sample at its position.
+        owners: the sample of each row, as an array of shape `(n,)`. If several samples share a row, this is the first
+            of them. If None, each row belongs to the sample at its position.
         order: if samples share rows, the row of each sample in the batch, or None otherwise.
     """
 
@@ -93,7 +93,7 @@ class StorageRead:
         return self.positions if self.owners is None else self.owners
 
     def samples_of(self, rows: NDArray[np.bool_] | slice = slice(None)) -> Indexes:
-        """Return the samples that have at least one of the given rows, in ascending order."""
+        """Return the samples to which at least one of these rows belongs, in ascending order."""
         if self.order is None:
             return np.unique(self.samples[rows])
         return np.flatnonzero(np.isin(self.order, self.positions[rows]))
@@ -121,13 +121,13 @@ def plan_reads(
     cuts: Mapping[str, RowCut] | None = None,
     joined: Collection[str] = (),
 ) -> list[StorageRead]:
-    """Plan the reads that fetch the given fields, with one read per storage service and set of rows.
+    """Plan the reads that fetch `data_fields`, with one read per storage service and set of rows.
 
     Args:
         locations: locations of the cells.
         data_fields: names of the fields.
-        cuts: by field, the requested part of each row. Cells with extents in several storage services are read in full,
-            because no single service can determine the cell's total length.
+        cuts: a dict of the requested part of each row, by field. Cells with extents in several storage services are
+            read in full, because no single service can determine the cell's total length.
         joined: other fields whose extents the storage service should join. A storage service can join a cell's extents
             only if it stores all of them.
     """
@@ -216,7 +216,8 @@ def merge_answers(
         slices: the requested slices of rows, or None for full rows.
 
     Raises:
-        InternalError: a response lacks a field, or contains full rows instead of the requested slices.
+        InternalError: a field is missing from a response, or a response contains full rows instead of the requested
+            slices.
         FieldMismatchError: storage services returned incompatible data for one field.
     """
     parts: dict[str, list[tuple[Indexes, ColumnShape, Bytes]]] = {name: [] for name in data_fields}
@@ -298,7 +299,7 @@ def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
 
 
 def _shaped_as(row_shape: Sequence[int], column: ColumnShape) -> ColumnShape:
-    """Return a tensor column whose spec has the given row shape."""
+    """Return a tensor column with a different row shape in its spec."""
     layout = Layout.JAGGED if -1 in row_shape else Layout.DENSE
     return _described_as(replace(column.spec, layout=layout, row_shape=tuple(row_shape)), column)
 
@@ -370,7 +371,7 @@ def each_once(metadata: BatchMeta) -> tuple[BatchMeta, Indexes | None]:
 
 
 def take_rows(received: Received, order: Indexes) -> Received:
-    """Return a column's rows at the given positions, which are an array of shape `(n,)` and may repeat."""
+    """Return a column's rows at the given positions, an array of shape `(n,)` that may contain duplicates."""
     column, buffer = received
     row_bytes = fixed_row_bytes(column.spec)
     if row_bytes is not None:
@@ -385,7 +386,7 @@ def take_rows(received: Received, order: Indexes) -> Received:
 
 
 def empty_columns(specs: Sequence[FieldSpec]) -> list[Received]:
-    """Return columns without rows for the given specs.
+    """Return columns without rows, with these specs.
 
     A field without a dtype, layout and row shape becomes a column of dense float32 scalars.
     """
@@ -500,7 +501,7 @@ class RowPattern:
     def of_lengths(
         cls, lengths: NDArray[np.int64], *, dtype: torch.dtype | None = None, beside: torch.Tensor | None = None
     ) -> RowPattern:
-        """Return the pattern of rows with the given lengths.
+        """Return the pattern of rows that have these lengths.
 
         Args:
             lengths: lengths of the rows, as an array of shape `(n,)`.

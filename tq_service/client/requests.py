@@ -98,7 +98,7 @@ SamplerGiven: TypeAlias = str | ConfiguredSampler
 
 
 def request_of(kind: type[Request], **arguments: Any) -> Request:
-    """Return a request with the given fields, and with a new `request_id` if the request type has one.
+    """Create a request from its fields, with a new `request_id` if the request type has one.
 
     Args:
         kind: the request type.
@@ -194,7 +194,7 @@ def seconds(name: str, value: float) -> float:
 
 
 def all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]:
-    """Return the values as a list of objects of a given type.
+    """Return the values as a list, after checking that all of them have the type `kind`.
 
     Raises:
         InvalidArgumentError: a value has a different type.
@@ -221,7 +221,7 @@ def listed(name: str, values: Any) -> list[Any]:
 
 
 def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None, Sequence[Any] | Indexes]:
-    """Return the one keyword that is not None, and its names. A batch counts as a list of global indexes."""
+    """Return the only keyword that is not None, and its names. A batch counts as a list of global indexes."""
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise InvalidArgumentError(
@@ -280,7 +280,8 @@ def with_short_forms(
             )
         if not tasks:
             raise InvalidArgumentError(
-                "clear_after is empty; expected at least one task. To keep samples until they are cleared, omit it",
+                "clear_after is empty; expected at least one task. To keep samples until they are cleared, omit "
+                "clear_after",
                 field="clear_after",
             )
         release = Release("trained", tasks)
@@ -503,7 +504,7 @@ def check_leased(metadata: BatchMeta) -> None:
 
 
 def held_samples(metadata: BatchMeta) -> pb.HeldSamples:
-    """Convert a leased batch to a message that refers to samples held by a worker."""
+    """Convert a leased batch to a message that refers to the samples leased to a worker."""
     check_leased(metadata)
     return pb.HeldSamples(
         partition_id=metadata.full_partition_id,
@@ -832,7 +833,7 @@ def written_meta(answered: BatchMeta, known: BatchMeta | None, write: Write, ind
     """Return the metadata of the written samples.
 
     Args:
-        answered: the metadata in the response, which contains the partition, its incarnation and the fields of the put,
+        answered: the metadata in the response. It contains the partition, its incarnation and the fields of the put,
             but not the written keys, groups, rollouts and custom_meta.
         known: all metadata of the samples, as returned by the service, or None if not requested.
         write: the write that was sent.

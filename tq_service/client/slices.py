@@ -1,7 +1,7 @@
 """Slices of the rows to fetch: call arguments, requests to storage services, and processing in the client.
 
-Storage services slice the rows. The client adds fill values to make all shares equally long, and adds the positions of
-the items.
+Storage services slice the rows. The client adds fill values to make the shares of all ranks equally long, and adds
+columns with the positions of the items.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class RowSlice:
         chunk_count: number of chunks per row, used with `chunks`.
         align: alignment of chunk lengths, which are rounded up to a multiple of this number.
         layers: `(start, stop)` in the second dimension, whose size must be the same in all rows.
-        fill: value that fills short chunks to make the shares of all ranks equally long. Requires `chunks`. If None,
-            chunks are not filled.
+        fill: value with which short chunks are filled, so that the shares of all ranks are equally long. Requires
+            `chunks`. If None, chunks are not filled.
         positions: name of an additional int64 column that contains the position of each fetched or filled item in its
             row. If empty, no such column is added.
 
@@ -124,8 +124,9 @@ class Slices:
     """The slices requested by one call.
 
     Attributes:
-        given: slices as passed to the call, by field.
-        cuts: slices in the form sent to storage services, by field. Fields with the same `RowSlice` share a cut.
+        given: a dict of the slices passed to the call, by field.
+        cuts: a dict of the slices in the form sent to storage services, by field. Fields with the same `RowSlice` share
+            a cut.
     """
 
     given: Mapping[str, RowSlice]
@@ -151,7 +152,7 @@ class Slices:
 
     @property
     def is_by_row(self) -> bool:
-        """Whether ranges are set per row, in which case a repeated sample may have two different slices."""
+        """Whether ranges are set per row. If so, a repeated sample may have two different slices."""
         return any(cut.range_counts.size for cut in self.cuts.values())
 
     def with_heads(self, lengths: Mapping[str, int]) -> Slices:

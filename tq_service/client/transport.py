@@ -76,7 +76,7 @@ CHANNEL_OPTIONS: Final = (
 
 
 CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
-"""Channel options for a cluster of controllers, in which a paused controller may hold calls during a takeover."""
+"""Channel options for a cluster of controllers, in which a paused controller may delay calls during a takeover."""
 
 
 class Method(NamedTuple):
@@ -100,7 +100,7 @@ class Method(NamedTuple):
 
 @cache
 def method_of(answer: Descriptor) -> Method:
-    """Return the method with the given response type. Each response type belongs to only one method."""
+    """Return the method that has this response type. Each response type belongs to only one method."""
     return next(
         Method(
             f"/{service.full_name}/{method.name}",
@@ -115,7 +115,7 @@ def method_of(answer: Descriptor) -> Method:
 
 
 def resolve_address(address: str | Sequence[str] | None) -> str:
-    """Return the given addresses joined by commas, or by default `TQ_ADDRESS` or localhost:50051.
+    """Return the addresses, joined by commas. The default is `TQ_ADDRESS`, or else localhost:50051.
 
     Raises:
         InvalidArgumentError: the address is not valid.
@@ -240,7 +240,7 @@ def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> 
     Args:
         error: error raised by the call.
         address: address of the service.
-        finding: the diagnosis that `Outage` made of the address, if available.
+        finding: the diagnosis of the address by `Outage`, if available.
     """
     status = status_from_trailers(error.trailing_metadata())
     failure = from_rpc_error(error.code(), error.details(), status)
@@ -281,7 +281,7 @@ class Outage:
         self._warning_count = 0
 
     def lasts(self, began: float, failure: UnavailableError, remaining_seconds: float) -> None:
-        """Record a failed attempt. Log the outage after five seconds or when its cause is known, then every minute.
+        """Record a failed attempt. Log the outage after five seconds or once its cause is known, then every minute.
 
         Args:
             began: start time of the attempt, on the monotonic clock.
@@ -358,11 +358,11 @@ class WaitReports:
         return max(0.0, self.next_seconds - self.waited_seconds)
 
     def is_due_after(self, seconds: float) -> bool:
-        """Return whether a report will be due in the given number of seconds."""
+        """Return whether a report will be due in `seconds` seconds."""
         return self.seconds_left() <= seconds + _TOLERANCE_SECONDS
 
     def lasts_after(self, seconds: float) -> bool:
-        """Return whether the wait will be long enough for an explanation after the given number of seconds."""
+        """Return whether the wait will be long enough to be explained once `seconds` more seconds have passed."""
         return self.waited_seconds + seconds >= _FIRST_REPORT_SECONDS - _TOLERANCE_SECONDS
 
     def made(self) -> None:
@@ -397,7 +397,7 @@ async def async_gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 
 def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Run calls concurrently in threads and return their results. If one fails, raise its error when all have ended."""
+    """Run calls in threads and return their results. If a call fails, raise its error when all calls have ended."""
     if len(calls) == 1:
         return [calls[0]()]
     with ThreadPoolExecutor(max_workers=max(1, len(calls)), thread_name_prefix="tq-client") as pool:
@@ -424,14 +424,14 @@ def are_light(values: Iterable[Any]) -> bool:
 
 
 def answer_weight(value_count: int, value_bytes: int) -> range:
-    """Return an input for `async_unless_light` that represents the cost of decoding the given values and bytes."""
+    """Return an input for `async_unless_light` that represents the cost of decoding these values and bytes."""
     is_ready = "tensordict" in sys.modules or not has_tensordict()
     return range(value_count + value_bytes // _BYTES_A_VALUE) if is_ready else HEAVY
 
 
 @cache
 def has_tensordict() -> bool:
-    """Return whether torch and tensordict are installed, in which case batches are returned as TensorDicts."""
+    """Return whether torch and tensordict are installed. If so, batches are returned as TensorDicts."""
     return find_spec("torch") is not None and find_spec("tensordict") is not None
 
 
@@ -445,7 +445,7 @@ def import_tensordict() -> None:
 
 
 def _left_after(values: Iterable[Any], left: int) -> int:
-    """Return how many more values may be examined after the given values, or 0 or less at the limit."""
+    """Return how many more values may be examined after these values. 0 or less means none."""
     for value in values:
         if value is None:  # None is common, and costs nothing to process
             continue
@@ -482,7 +482,7 @@ def _copied_bytes(value: Any) -> int:
 
 
 def async_is_of_closing(error: BaseException) -> bool:
-    """Return whether grpc raised this error because the channel was closed rather than the caller cancelled."""
+    """Return whether grpc raised this error because the channel was closed, not because the caller cancelled."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and not task.cancelling()

@@ -36,7 +36,7 @@ def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
 
     Args:
         etcd: connection to etcd.
-        keys: keys of the cluster.
+        keys: etcd keys of the controller cluster.
         proposed: id in this controller's data directory. The proposed id becomes the shared id if etcd contains no id
             yet, or has lost all data.
 
@@ -63,7 +63,7 @@ def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leader:
-    """The leader of a cluster.
+    """The current leader of a controller cluster.
 
     Attributes:
         address: address at which clients reach the leader.
@@ -85,7 +85,7 @@ class Lease:
         on_lost: called in the keep-alive thread if the lease expires before `close` is called.
 
     Attributes:
-        id: id of the lease.
+        id: id that etcd assigned to the lease.
         epoch: this controller's epoch as the leader, which each write to the log checks, or 0 before the election.
         is_over: whether the lease has expired or has been closed.
         held_until: monotonic time until which the lease cannot expire, extended by each response from etcd.
@@ -111,7 +111,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the lease is certain to be valid. The clock it uses keeps running while the process is paused."""
+        """Whether the lease is certain to be valid. The monotonic clock keeps running while the process is paused."""
         return time.monotonic() < self.held_until
 
     def _keep_alive(self) -> None:
@@ -152,7 +152,7 @@ class Election:
 
     Args:
         etcd: connection to etcd.
-        keys: keys of the cluster.
+        keys: etcd keys of the controller cluster.
         member_id: id of this controller.
         address: address at which clients reach this controller.
     """
@@ -174,10 +174,10 @@ class Election:
         return None if found is None else Leader(epoch=found.create_revision, **json.loads(found.value))
 
     def campaign(self, lease: Lease, on_leader: Callable[[Leader], None]) -> Lease:
-        """Wait until this controller leads, and return the controller's lease with `epoch` set. Blocks.
+        """Wait until this controller becomes the leader, and return its lease with `epoch` set. Blocks.
 
         Args:
-            lease: lease of this controller.
+            lease: lease under which this controller stands for election.
             on_leader: called repeatedly with the current leader during the wait.
 
         Raises:

@@ -34,12 +34,12 @@ _POSITION_MAGIC: Final = b"tqp1"
 
 
 class Position(NamedTuple):
-    """A position in the log, after a record.
+    """A position in the log, immediately after a record.
 
     Attributes:
         number: number of the last record before the position; 0 at the beginning of the log.
         epoch: epoch of the leader that wrote this record.
-        chain: checksum of all records up to the position, which differs between different logs.
+        chain: checksum of all records up to the position, by which diverged logs can be told apart.
     """
 
     number: int
@@ -172,7 +172,7 @@ class Etcd:
         return self.members[self._at % len(self.members)]
 
     def _next_member(self, failed: str) -> None:
-        """Switch to the next member unless another thread already has. Reopen channels if certificates have changed."""
+        """Switch to the next member unless another thread has done so. Reopen channels if certificates have changed."""
         with self._lock:
             if self._member() == failed:
                 self._at += 1
@@ -263,7 +263,7 @@ class Etcd:
         return answer.kvs[0] if answer.kvs else None
 
     def get_all(self, prefix: bytes, seconds: float = 10.0) -> list[pb.EtcdKeyValue]:
-        """Return the entries of all keys with a prefix. Use this only for a small number of keys."""
+        """Return the entries of all keys with a prefix. Use this method only for prefixes that few keys share."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=prefix, range_end=after(prefix)), seconds)
         return list(answer.kvs)
 
@@ -281,12 +281,12 @@ def after(prefix: bytes) -> bytes:
 
 
 def is_value(key: bytes, value: bytes) -> pb.EtcdCompare:
-    """Return the condition that a key has the given value."""
+    """Return an etcd condition that holds if a key has the given value."""
     return pb.EtcdCompare(result=0, target=3, key=key, value=value)
 
 
 def is_created_at(key: bytes, revision: int) -> pb.EtcdCompare:
-    """Return the condition that a key was created in the given revision or, if `revision` is 0, does not exist."""
+    """Return an etcd condition that holds if a key was created in `revision` or, for revision 0, does not exist."""
     return pb.EtcdCompare(result=0, target=1, key=key, create_revision=revision)
 
 

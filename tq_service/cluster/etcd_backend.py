@@ -151,11 +151,13 @@ _POSITION_FILE: Final = "etcd-position"
 
 
 class EtcdBackend:
-    """A `LogBackend` that stores the log in etcd. A standby follows the log; the leader reads it, then appends to it.
+    """A `LogBackend` that stores the log in etcd.
+
+    A standby follows the log, while the leader reads the log and then appends to it.
 
     Args:
         etcd: connection to etcd, closed by the caller.
-        keys: keys of the cluster.
+        keys: etcd keys of the controller cluster.
         member_id: id of this controller.
         directory: directory that contains the file with the last position seen by this controller.
         accept_loss: whether to continue if etcd has lost records; if false, `read` raises an error.
@@ -194,7 +196,7 @@ class EtcdBackend:
         return BEGINNING if found is None else Position.decode(found.value)
 
     def first_key(self, number: int) -> int:
-        """Return the first record of the batch that contains record `number`, or 0 if there is no such batch."""
+        """Return the number of the first record in the batch with record `number`, or 0 if there is no such batch."""
         request = pb.EtcdRangeRequest(
             key=self._keys.log,
             range_end=self._keys.batches_from(number + 1),
@@ -240,7 +242,7 @@ class EtcdBackend:
                 if self._keys.first_of(each.key) != first:
                     continue
                 if not pieces and each.key != self._keys.batch(first):
-                    raise _damaged(first, "lacks its first chunk")
+                    raise _damaged(first, "is missing its first chunk")
                 pieces.append(each.value)
                 if len(pieces) == _header_of(first, pieces[0]).piece_count:
                     batch = Batch.decoded(first, pieces)
@@ -266,8 +268,8 @@ class EtcdBackend:
 
         Raises:
             PreconditionError: some of these records have been truncated, so the caller must start from a snapshot.
-            JournalDamagedError: etcd lacks records that this controller has seen, for example because etcd was restored
-                from a backup.
+            JournalDamagedError: etcd is missing records that this controller has seen, for example because etcd was
+                restored from a backup.
             SupersededError: another controller has become the leader.
             JournalUnreachableError: etcd does not respond.
         """
@@ -435,7 +437,7 @@ class EtcdBackend:
             writer.file.write((self._seen if self.leadership is None else self._end).encode())
 
     def truncate_before(self, number: int) -> None:
-        """Publish the first record that this controller needs. The leader also deletes unneeded records."""
+        """Publish the first record that this controller needs. The leader also deletes obsolete records."""
         key = self._keys.snapshots + self._member_id.encode()
         self._etcd.ask(pb.EtcdTxnRequest(success=[put(key, b"%d" % number)]))
         if self.leadership is None:

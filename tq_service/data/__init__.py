@@ -1,4 +1,4 @@
-"""Data loading for trainer ranks with torch: `StreamingDataset` and `StreamingDataLoader`."""
+"""Data loading for the ranks of a torch trainer: `StreamingDataset` and `StreamingDataLoader`."""
 
 try:
     from tq_service.data.columns import split_micro_batches, take_rows
@@ -17,7 +17,8 @@ except ModuleNotFoundError as error:
     if package not in {"torch", "tensordict"}:
         raise
     raise ModuleNotFoundError(
-        f"tq_service.data needs {package}, which is not installed; install a build of torch, then tq-service[data]",
+        f"tq_service.data needs {package}, which is not installed; install the build of torch that you need, then "
+        "tq-service[data]",
         name=package,
     ) from None
 

@@ -1,4 +1,4 @@
-"""Flat columns of batches, selection of rows, and splitting of batches into micro-batches.
+"""Batches as flat columns: selecting rows, and splitting a batch into micro-batches.
 
 Torch supports few operations on nested tensors, and some operations convert rows of equal length to a dense tensor.
 This module operates on the underlying values and offsets, so jagged fields always stay jagged.
@@ -28,26 +28,26 @@ FieldKey = str | tuple[str, ...]
 Positions = NDArray[np.int64]
 
 Item = TypeVar("Item", default=tuple[TensorDict, BatchMeta])
-"""Item type of a loader. Defaults to `(micro_batch, meta)` pairs, unless a dataset option determines another type."""
+"""Type of a loader's items: `(micro_batch, meta)` pairs, unless a dataset option determines another type."""
 
 ProcessBatch = Callable[..., Iterable[Item]]
 """`process_batch_fn(data, meta, micro_batch_size=...)`, which returns the items that the loader yields for a batch."""
 
 
 class ItemOptions(Generic[Item]):
-    """Base class of dataset options that determine the item type, so that type checkers can infer this type."""
+    """Base class of dataset options that determine the item type, which lets type checkers infer the type."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class JaggedColumn:
-    """A column whose rows differ in size in one dimension.
+    """A column whose rows may differ in size, but only in one dimension.
 
     Attributes:
         values: all rows, concatenated along dimension `ragged_dim - 1`.
         pattern: offsets that split the values into rows. Columns with the same row lengths share a pattern.
-        ragged_dim: ragged dimension of the nested tensor. The value is 1 if rows differ in their first dimension.
+        ragged_dim: ragged dimension of the nested tensor, which is 1 if rows differ in their first dimension.
     """
 
     values: torch.Tensor
@@ -56,25 +56,25 @@ class JaggedColumn:
 
 
 FlatColumn = torch.Tensor | JaggedColumn | list[Any]
-"""A tensor `(n, ...)` of equally shaped rows, a jagged column, or a list of objects or irregularly shaped rows."""
+"""A tensor of n rows with equal shapes, a jagged column, or a list of objects or of rows with other shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """A batch as a mapping of columns, with the keys of its TensorDict."""
+    """A batch as a mapping of columns, which has the same keys as the batch's TensorDict."""
 
     row_count: int
     columns: Mapping[FieldKey, FlatColumn]
 
     def parts(self) -> list[torch.Tensor | list[Any]]:
-        """Return all tensors of the columns, including offsets, and the row lists of object columns."""
+        """Return the tensors of all columns, including offsets, and the row lists of object columns."""
         columns = self.columns.values()
         patterns = dict.fromkeys(column.pattern for column in columns if isinstance(column, JaggedColumn))
         values = (column.values if isinstance(column, JaggedColumn) else column for column in columns)
         return [*(pattern.offsets for pattern in patterns), *values]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors of the columns, including offsets and the rows of object columns made up of tensors."""
+        """Return the tensors of all columns, including offsets and the rows of object columns that hold tensors."""
         return [
             tensor
             for part in self.parts()
@@ -85,8 +85,8 @@ class FlatBatch:
         """Return a copy of the batch in which tensors, or placeholders for tensors, are replaced.
 
         Args:
-            kind: type of the values to replace.
-            other: function that returns the replacement for a value.
+            kind: type of the tensors or placeholders to replace.
+            other: function that returns the replacement for a tensor or placeholder.
         """
         there: dict[RowPattern, RowPattern] = {}
 
@@ -115,12 +115,12 @@ def _is_all(kind: type, rows: list[Any]) -> bool:
 def flatten(batch: TensorDict) -> FlatBatch:
     """Convert a batch to flat columns.
 
-    Tensors are copied only if they are strided nested tensors or have gaps between rows. As in a put, a strided nested
-    tensor becomes a jagged column, or a list of rows if the rows differ in several dimensions.
+    Only strided nested tensors and tensors with gaps between rows are copied. As in a put, a strided nested tensor
+    becomes a jagged column, or a list of rows if the rows differ in several dimensions.
 
     Raises:
-        ValueError: the batch does not have exactly one batch dimension, or the number of items in a non-tensor field
-            differs from the number of rows.
+        ValueError: the batch does not have exactly one batch dimension, or a non-tensor field does not have one item
+            per row.
     """
     if len(batch.batch_size) != 1:
         raise ValueError(f"got a TensorDict with batch size {tuple(batch.batch_size)}; expected one dimension, (n,)")
@@ -155,7 +155,7 @@ def build(flat: FlatBatch) -> TensorDict:
 
 
 def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
-    """Convert a nested tensor to a column. Reuse an equal pattern from `patterns`, or append the new pattern."""
+    """Convert a nested tensor to a column, reusing an equal pattern from `patterns` or appending a new one."""
     is_jagged = nested.layout is torch.jagged
     if is_jagged and nested.lengths() is None:
         dim = nested._ragged_idx - 1  # torch has no public attribute for this
@@ -182,7 +182,7 @@ def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
 
 
 def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
-    """Return an equal pattern from `patterns`, or append `pattern` and return it if there is no equal pattern."""
+    """Return an equal pattern from `patterns`, or append `pattern` and return it if there is none."""
     for each in patterns:
         if each.offsets.dtype == pattern.offsets.dtype and np.array_equal(each.bounds, pattern.bounds):
             return each
@@ -206,15 +206,15 @@ def object_bytes(value: Any) -> int:
 
 
 def take_rows(data: TensorDict, positions: Sequence[int] | Positions) -> TensorDict:
-    """Return a batch of the rows at `positions`, in this order. Jagged fields stay jagged.
+    """Return a batch with the rows at `positions`, in this order. Jagged fields stay jagged.
 
-    This function is intended for use in process_batch_fn.
+    Use this function in a process_batch_fn.
     """
     return build(select_rows(flatten(data), np.asarray(positions, dtype=np.int64)))
 
 
 def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
-    """Return a copy of the rows at `positions`, an array of shape `(m,)`, in order.
+    """Return a copy of the rows at `positions`, in this order. `positions` has shape `(m,)`.
 
     Raises:
         IndexError: a position is outside the batch.
@@ -250,7 +250,7 @@ def check_positions(row_count: int, positions: Positions) -> None:
 
 
 def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:
-    """Merge adjacent row ranges. Return at least one range, which may be empty."""
+    """Merge adjacent row ranges, and return the result, which contains at least one (possibly empty) range."""
     if not starts.size:
         return [(0, 0)]
     begins = np.append(True, starts[1:] != stops[:-1])
@@ -265,8 +265,8 @@ _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 def _copied(values: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Copy ranges of a tensor and concatenate the copies.
 
-    CPU tensors are copied by NumPy in the current thread. Torch would distribute the copy across its thread pool.
-    Distributing the work takes longer than the copy itself, and much longer if the CPUs are busy.
+    NumPy copies CPU tensors in the current thread. Torch would distribute the copy across its thread pool, which takes
+    longer than the copy itself, and much longer if the CPUs are busy.
     """
     if values.device.type != "cpu" or values.requires_grad or values.is_conj() or values.is_neg():
         return torch.cat([values.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
@@ -280,11 +280,12 @@ def _copied(values: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -
 def split_micro_batches(
     data: TensorDict, meta: BatchMeta, micro_batch_size: int | None = None
 ) -> Iterator[tuple[TensorDict, BatchMeta]]:
-    """Yield the micro-batches of a batch, each with the corresponding part of the meta.
+    """Yield the micro-batches of a batch, each with the meta of its samples.
 
     The plan in `meta.steps` determines the micro-batches. Each pack of each step becomes one micro-batch, so all ranks
-    have the same number of micro-batches, some of which may be empty. The meta of a micro-batch has a single step with
-    a single pack. If the meta has no steps, the batch is split into micro-batches of `micro_batch_size` samples.
+    have the same number of micro-batches, some of which may be empty. Each micro-batch has a meta with a single step,
+    which has a single pack. If the meta has no steps, the batch is split into micro-batches of `micro_batch_size`
+    samples.
 
     Args:
         data: the batch, with `meta.size` rows.
@@ -299,7 +300,7 @@ def split_micro_batches(
     if flat.row_count != meta.size:
         raise ValueError(
             f"the batch has {flat.row_count} rows, but its meta has {meta.size} samples; fetch_batch_fn must return "
-            "data and meta of the same samples, or process_batch_fn must split the batch"
+            "the data and meta of the same samples, or process_batch_fn must split the batch"
         )
     for step_index, step in enumerate(steps_of(meta, micro_batch_size)):
         for pack in step.packs:
@@ -323,7 +324,7 @@ def micro_batch_count(meta: BatchMeta, micro_batch_size: int | None) -> int:
 def part_of(meta: BatchMeta, pack: Pack, step_index: int) -> BatchMeta:
     """Return the meta of a pack's samples.
 
-    The only step in this meta contains this pack, and the totals in this meta are those of the original step.
+    The returned meta has one step, which contains only this pack, and the totals of the step that the pack came from.
     """
     whole = replace(pack, positions=tuple(range(len(pack.positions))))
     # Drop the steps first. Selecting from all steps for every pack would take quadratic time.

@@ -68,18 +68,18 @@ _NONE_LEFT: Final = object()
 _MAY_CHANGE_WITH_RANKS: Final = {"dp_size", "batch_size", "micro_batch_size"}
 
 OpenRest = Callable[[BatchSource, int, StreamIdentity | None], BatchStream]
-"""Function that opens a stream of batches, given a source, the first batch_index and the expected identity, if any."""
+"""Function that opens a stream of batches, given a source, the first batch_index and the expected identity or None."""
 
 
 class StreamingDataset(IterableDataset[Item]):
     """An iterable dataset that yields the micro-batches of one DP rank.
 
-    Each item is a pair `(micro_batch, meta)`: a TensorDict and the `BatchMeta` of its samples. With `pack`, each item
+    Each item is a pair `(micro_batch, meta)` of a TensorDict and the `BatchMeta` of its samples. With `pack`, each item
     is a `PackedMicroBatch`. With `process_batch_fn`, the dataset yields the items returned by this function. Type
     checkers infer the item type.
 
-    Iterating directly over the dataset fetches batches in the consumer's thread. Use `StreamingDataLoader` to prefetch
-    batches. Lifecycle::
+    Iterating over the dataset itself fetches each batch in the consumer's thread. To prefetch batches, use
+    `StreamingDataLoader`. Lifecycle::
 
         __init__ ──> batch_index = start_batch_index
                         │
@@ -98,10 +98,10 @@ class StreamingDataset(IterableDataset[Item]):
     end of the partition. If only some samples were skipped, the dataset logs a warning with the counts and reasons at
     the end of the partition.
 
-    All DP ranks yield the same number of micro-batches, so collectives match on all ranks. An empty micro-batch has
-    0 rows and the same fields, dtypes and layouts as other micro-batches. An undeclared field is dense until a row with
-    a different shape is put, so its layout may change to jagged between two fetches. To prevent this, declare the field
-    or pass `layout`.
+    All DP ranks yield the same number of micro-batches, so that collectives match across ranks. An empty micro-batch
+    has 0 rows and the same fields, dtypes and layouts as other micro-batches. An undeclared field is dense until a row
+    with a different shape is put, so its layout may change to jagged between two fetches. To prevent this, declare the
+    field or pass `layout`.
 
     Args:
         address: service address, as in `Client(address)`: "host:port", "host" (port 50051), or several addresses as a
@@ -109,21 +109,22 @@ class StreamingDataset(IterableDataset[Item]):
         batch_size: number of samples (or rollouts or groups, see `batch_unit`) per batch and rank.
         micro_batch_size: number of samples per micro-batch. By default, the batch is a single micro-batch unless the
             sampler splits it.
-        data_fields: fields to fetch. A sample is ready when all of its `data_fields` are stored.
+        data_fields: fields to fetch. A sample is ready when all of these fields are stored.
         partition_id: partition to consume. If the partition does not exist yet, the dataset waits for it.
         task_name: name of the consuming task. Each task consumes the partition independently.
-        dp_rank: DP rank of this process. Replicas of a rank pass the same number and receive the same batches. If
-            `dp_rank`, `dp_size` and `dp_group` are all None and torch.distributed is initialized, the rank and size are
-            taken from its world group. With a replica or context-parallel group, relying on this default raises an
-            error. Without torch.distributed, the default is 0.
-        dp_size: number of DP ranks. Defaults to the world size as described for `dp_rank`, otherwise to 1.
-        dp_group: `DeviceMesh` or process group of the DP ranks, which determines `dp_rank` and `dp_size`. The
-            dimensions of a multi-dimensional mesh, for example for hybrid sharding, are flattened.
+        dp_rank: DP rank of this process. All replicas of a rank must pass the same number, and receive the same
+            batches. If `dp_rank`, `dp_size` and `dp_group` are all None and torch.distributed is initialized, the rank
+            and size are taken from its world group. With a replica or context-parallel group, this default is not
+            available, and an error is raised. Without torch.distributed, the default is 0.
+        dp_size: number of DP ranks. Defaults to the size of the world group in the case described for `dp_rank`, and
+            otherwise to 1.
+        dp_group: `DeviceMesh` or process group of the DP ranks, which determines `dp_rank` and `dp_size`. A mesh with
+            several dimensions, for example for hybrid sharding, is flattened.
         replica_group: process group, or one-dimensional `DeviceMesh`, of the processes that share this DP rank. The
             first process fetches each batch and broadcasts it to the group. Without a group, each process fetches the
-            batches itself. The broadcast is a collective in the consumer's thread, so all processes must iterate,
-            reset, step and stop in the same order. If the group has no backend for CPU tensors, the data is broadcast
-            through the accelerator.
+            batches itself. The broadcast is a collective that runs in the consumer's thread, so all processes must
+            iterate, reset, step and stop in the same order. If the group has no backend for CPU tensors, the data is
+            broadcast through the accelerator.
         cp_rank: rank of this process in its context-parallel group. All ranks of the group have the same `dp_rank` and
             therefore receive the same batches. Each rank fetches only its share of the fields in `cp_fields`. All
             remaining fields are fetched in full.
@@ -132,7 +133,7 @@ class StreamingDataset(IterableDataset[Item]):
         cp_fields: fields with one value per token, whose rows are split among the ranks of the context-parallel group.
             Micro-batches contain an additional field, `cp_positions`, with the position of each token in its full row.
         cp_layout: how rows are split into shares; see `RowSlice.share`.
-        cp_align: each chunk is padded to a multiple of this length. With `pack`, this length is derived from
+        cp_align: each chunk is padded to a multiple of this number of tokens. With `pack`, this length is derived from
             `pack.align`.
         cp_fill: padding value used to make all shares of a row equally long. Pass a single value for all `cp_fields`,
             or one value per field.
@@ -143,55 +144,54 @@ class StreamingDataset(IterableDataset[Item]):
         sampler_config: options of a sampler given by name.
         finite: whether iteration ends when all samples inserted so far have been consumed. If false, the dataset waits
             for more batches until the partition is sealed.
-        fetch_batch_fn: function to call instead of `fetch_batch`, whose docstring lists the keyword arguments. The
-            function runs in the prefetching thread or worker process, and must be picklable with spawn and forkserver.
-            If the function claims batches as a queue worker, use at most one loader worker, because the loader delivers
-            batches in index order rather than in arrival order.
+        fetch_batch_fn: function that replaces `fetch_batch`; see its docstring for the keyword arguments. The function
+            runs in the prefetching thread or worker process, and must be picklable with spawn and forkserver. If the
+            function claims batches as a queue worker, use at most one loader worker, because the loader delivers
+            batches in order of index, not of arrival.
         process_batch_fn: function called in the consumer's thread as `process_batch_fn(data, meta,
             micro_batch_size=...)`, instead of `split_micro_batches`. The function returns an iterable of the items to
             yield.
         pack: packing options. If given, the dataset yields a `PackedMicroBatch` of `pack.pack_max_length` tokens for
             each planned pack, as `split_packs` does. Use the `packed` sampler with this option. With `cp_fields`, each
             rank of the context-parallel group receives its share of each sequence, padded to the same length as the
-            pack. `cp_fields` must then list all fields with one value per token.
+            pack. With `pack`, `cp_fields` must list all fields with one value per token.
         layout: layout of the fetched fields; see `Client.get_data`. By default, each field has its own layout.
-        max_uses: number of times a sample is delivered before it counts as consumed; see `Client.claim`. By default,
-            each sample is delivered once.
+        max_uses: number of times that each sample is delivered before it counts as consumed; see `Client.claim`. By
+            default, each sample is delivered once.
         unmatched: how to treat samples that do not match `where`; see `Client.claim`.
-        least_members: minimum number of remaining members, below which a group is evicted; see `Client.claim`. By
-            default, groups are not evicted.
+        least_members: a group is evicted when fewer than this number of members remain; see `Client.claim`. By default,
+            groups are not evicted.
         refill: `(partition_id, task_name)` of the task that regenerates evicted units; see `Client.claim`. By default,
             evicted units are not regenerated.
         max_refills: maximum number of refills per sample, if `refill` is given.
-        totals: custom_meta columns to sum over all ranks in `BatchMeta.totals`; see `Client.claim`.
+        totals: custom_meta columns whose sums over all ranks are returned in `BatchMeta.totals`; see `Client.claim`.
         start_batch_index: index of the first batch to fetch when resuming from a checkpoint.
         where: conditions on custom_meta, such as `("version", ">=", 3)`. A sample must meet all conditions.
-        order_by: custom_meta columns for sorting ready samples.
+        order_by: custom_meta columns by which ready samples are sorted.
         drop_last: whether to drop an incomplete last batch.
         batch_unit: whether `batch_size` counts samples, rollouts or groups.
         version_lag: how many batches may be planned ahead of the published version of `policy`, regardless of
             prefetching. A lag of 0 means on-policy training. The trainer publishes a version after each batch
             (`Client.publish_version`). By default, the lag is unlimited.
-        first_version: version of `policy` that trains on batch `start_batch_index`. This version is used only with
-            `version_lag`.
-        policy: name of the trained policy.
-        replay_buffer_bytes: maximum total size of the batches kept in memory for `reset()`, starting with the first
-            batch. Only tensors, arrays, strings and images are counted. With 0, no batches are kept, so all batches are
-            fetched again after `reset()`.
+        first_version: version of `policy` that is trained on batch `start_batch_index`; used only with `version_lag`.
+        policy: name of the policy that is being trained.
+        replay_buffer_bytes: maximum total size of the batches kept in memory for `reset()`, from the first batch
+            onward. Only tensors, arrays, strings and images are counted. With 0, no batches are kept, so all batches
+            are fetched again after `reset()`.
         max_wait: seconds that a single call waits for a batch before the call is repeated. Values above 10 have no
             additional effect.
-        timeout: seconds that a call may take beyond `max_wait`, including retries. Outages shorter than this time are
+        timeout: seconds that a call may take beyond `max_wait`, including retries, and thus how long an outage is
             tolerated.
-        client_factory: function called with `address` to open the sync client, instead of `Client(address, ...)`. The
-            function must pass `token`, `tls`, `insecure` and `namespace` itself.
+        client_factory: function called with `address` to open the sync client in place of `Client(address, ...)`. This
+            function must itself pass `token`, `tls`, `insecure` and `namespace` to the client.
         token: bearer token, or path of a token file, as in `Client(token=...)`. The token is also passed to worker
             processes.
         tls: TLS settings of the connection, as in `Client(tls=...)`.
         insecure: whether the token may be sent in plaintext, as in `Client(insecure=...)`.
         namespace: namespace of the partition, as in `Client(namespace=...)`.
-        on_wait: function called with the `WaitReason` after a wait of 10 s, and every minute thereafter. The callback
-            runs in the thread or worker process that fetches batches, and must be picklable for a worker process. By
-            default, the reason is logged as a warning.
+        on_wait: function called with the `WaitReason` after 10 s of waiting, and every minute thereafter. The function
+            runs in the thread or worker process that fetches batches, and must be picklable to run in a worker process.
+            By default, the reason is logged as a warning.
 
     Raises:
         InvalidArgumentError: an argument is invalid.
@@ -358,7 +358,7 @@ class StreamingDataset(IterableDataset[Item]):
 
     @property
     def step_timer(self) -> StepTimer:
-        """Breakdown of the trainer's step times. Use `print(dataset.step_timer)` to print the breakdown."""
+        """Breakdown of the trainer's step times, which `print(dataset.step_timer)` displays."""
         return self._step_timer
 
     @property
@@ -384,7 +384,7 @@ class StreamingDataset(IterableDataset[Item]):
     def __iter__(self) -> Iterator[Item]:
         if get_worker_info() is not None:
             raise RuntimeError(
-                "a StreamingDataset was iterated in a worker of torch's DataLoader, where every worker would yield the "
+                "a StreamingDataset was iterated in a worker of torch's DataLoader, whose workers would all yield the "
                 "same batches; use StreamingDataLoader(dataset, num_workers=...)"
             )
         return self.iterate(lambda dataset: dataset.open_stream(dataset.open_inline), self.split)
@@ -394,11 +394,11 @@ class StreamingDataset(IterableDataset[Item]):
         return InlineStream(source, batch_index, identity, self.step_timer.take_report)
 
     def iterate(self, open_stream: Callable[[StreamingDataset[Item]], BatchStream], split: Split) -> Iterator[Item]:
-        """Yield the micro-batches of the next batch and all following batches.
+        """Yield the micro-batches of the next batch and of all batches after it.
 
         Args:
             open_stream: function that opens a stream of batches.
-            split: function that splits a batch, used if the stream has not split the batch already.
+            split: function that splits a batch if the stream has not already done so.
         """
         return timed(self._iterate(open_stream, split), self.step_timer)
 
@@ -444,7 +444,7 @@ class StreamingDataset(IterableDataset[Item]):
                 stream.close()
 
     def open_stream(self, open_rest: OpenRest, device: torch.device | None = None) -> BatchStream:
-        """Return a stream of the buffered batches from the next batch onward, followed by fetched batches.
+        """Return a stream of the buffered batches, starting with the next batch, followed by fetched batches.
 
         Args:
             open_rest: function that opens the stream of fetched batches.
@@ -467,19 +467,19 @@ class StreamingDataset(IterableDataset[Item]):
     def may_split_ahead(self) -> bool:
         """Whether a background thread may split batches.
 
-        The value is False with `process_batch_fn`, `pack` or a replica group.
+        Splitting in the background is not allowed with `process_batch_fn`, `pack` or a replica group.
         """
         return self._replicas is None and self._follows_plan
 
     def may_upload_ahead(self, device: torch.device) -> bool:
         """Return whether batches may be uploaded before they are read.
 
-        Replicas allow early uploads if they use the device.
+        With a replica group, early uploads are possible only if the replicas send batches directly from this device.
         """
         return self._replicas is None or self._replicas.sends_from(device)
 
     def _accept(self, batch: FetchedBatch) -> None:
-        """Mark a batch as begun, check its identity against previous batches, and add it to the replay buffer."""
+        """Mark a batch as begun, compare its identity with previous batches, and add the batch to the replay buffer."""
         if (collected := collected_here.get()) is not None:
             collected.add(batch.spans, batch_count=1)
         if batch.on_consumed is not None:
@@ -489,7 +489,7 @@ class StreamingDataset(IterableDataset[Item]):
         if got.incarnation != expected.incarnation:
             raise StaleIncarnationError(
                 f"batch {batch.index} belongs to a different incarnation of partition {self.partition_id!r} than the "
-                "previous batches: the partition was cleared and created again. Call step() to start over",
+                "previous batches, because the partition was cleared and created again. Call step() to start over",
                 metadata={
                     "partition_id": self.partition_id,
                     "got": got.incarnation.hex(),
@@ -499,7 +499,7 @@ class StreamingDataset(IterableDataset[Item]):
         if got.epoch != expected.epoch:
             raise StaleEpochError(
                 f"batch {batch.index} belongs to epoch {got.epoch} of the task, but previous batches belong to epoch "
-                f"{expected.epoch}: the task's consumption was reset. Call step() to start over",
+                f"{expected.epoch}, because the task's consumption was reset. Call step() to start over",
                 metadata={
                     "task_name": self._source.request.task_name,
                     "got": str(got.epoch),
@@ -511,7 +511,7 @@ class StreamingDataset(IterableDataset[Item]):
         self._buffer.add(batch)
 
     def _warn_of_dropped(self, batch: FetchedBatch) -> None:
-        """Log a warning for the first batch with dropped samples. The total is logged at the end of the stream."""
+        """Warn of the first batch with dropped samples. The total number is logged at the end of the stream."""
         dropped: Any = getattr(batch.meta, "dropped_indexes", ())  # fetch_batch_fn may return a meta without it
         if len(dropped) and self._warned_of_dropped != self._identity:
             self._warned_of_dropped = self._identity
@@ -523,7 +523,7 @@ class StreamingDataset(IterableDataset[Item]):
             )  # fmt: skip
 
     def _check_end(self, end: End) -> None:
-        """Log a warning about skipped samples, at most once per epoch.
+        """Log a warning if samples were skipped, at most once per epoch.
 
         Raises:
             NothingDeliveredError: all samples were skipped.
@@ -536,14 +536,14 @@ class StreamingDataset(IterableDataset[Item]):
             _log.warning("%s", warning)
 
     def _deliver(self, index: int, micro_batches: Iterator[Any], count: int | None) -> Iterator[Any]:
-        """Yield the micro-batches of a batch, except micro-batches delivered before the state was saved.
+        """Yield the micro-batches of a batch, except those delivered before the loaded state was saved.
 
         The batch counts as delivered when its first micro-batch is yielded. If splitting fails, the batch is not
         delivered.
 
         Args:
-            index: the batch_index.
-            micro_batches: the micro-batches of the batch.
+            index: batch_index of the batch.
+            micro_batches: all micro-batches of the batch, in order.
             count: number of micro-batches, or None if unknown.
         """
         delivered_before = self._delivered[1] if self._delivered[0] == index else 0
@@ -563,10 +563,10 @@ class StreamingDataset(IterableDataset[Item]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last delivered micro-batch, as plain numbers and strings.
 
-        The state is identical on all DP ranks and replicas that have delivered the same number of micro-batches.
-        Batches that were only prefetched are not included. A partly delivered batch is fetched and split again on
-        resume. Therefore `process_batch_fn` must be deterministic, and the batch's samples must not be cleared until a
-        later state is saved.
+        DP ranks and replicas that have delivered the same number of micro-batches return identical states. Batches that
+        were only prefetched are not included. A partly delivered batch is fetched and split again on resume.
+        `process_batch_fn` must therefore be deterministic, and the samples of a partly delivered batch must not be
+        cleared until a later state is saved.
         """
         batch_index, micro_batch_index = self._delivered
         identity, request = self._identity or StreamIdentity(), self._source.request
@@ -585,20 +585,20 @@ class StreamingDataset(IterableDataset[Item]):
         """Resume after the last micro-batch that was delivered before the state was saved.
 
         All ranks must load the same state. If `dp_size` differs from the saved value, the ranks restart after the last
-        complete batch (`Client.restart_ranks`), and the batch sizes may differ too. When the first rank restarts, the
-        service plans new batches. Without a restart, the ranks receive the same batches as before.
+        complete batch (`Client.restart_ranks`), and the batch sizes may differ as well. The service plans new batches
+        when the first rank restarts. Without a restart, the ranks receive the same batches as before.
 
         If the partition was cleared or the task reset after the state was saved, the next batch raises
         `StaleIncarnationError` or `StaleEpochError`.
 
         Args:
             state_dict: a state returned by `state_dict()`.
-            restart: whether to restart the ranks even if `dp_size` is unchanged. A restart is required with
-                `max_staleness` if training continued after the state was saved.
+            restart: whether to restart the ranks even if `dp_size` is unchanged. If the task has a `max_staleness` and
+                training continued after the state was saved, a restart is required.
 
         Raises:
             InvalidArgumentError: the state is malformed, or was saved with a different task or batch size.
-            StaleIncarnationError, StaleEpochError: the ranks cannot restart because the partition was cleared or the
+            StaleIncarnationError, StaleEpochError: the ranks cannot restart, because the partition was cleared or the
                 task was reset.
         """
         dp_size = state_dict.get("dp_size")
@@ -634,8 +634,8 @@ class StreamingDataset(IterableDataset[Item]):
         request = self._source.request
         if micro_batch_index:
             _log.warning(
-                "the state was saved in the middle of batch %s. This batch is planned again because the ranks restart, "
-                "so its first %s micro-batches are used for training again",
+                "the state was saved in the middle of batch %s. Because the ranks restart, this batch is planned "
+                "again, and its first %s micro-batches are used for training again",
                 batch_index, micro_batch_index,
             )  # fmt: skip
         try:
@@ -661,14 +661,14 @@ class StreamingDataset(IterableDataset[Item]):
         return int(restarted.epoch)
 
     def _state_must_fit(self) -> dict[str, Any]:
-        """Return the arguments that must match a loaded state, because the state's position depends on them."""
+        """Return the arguments that must match a loaded state because the state's position depends on them."""
         names = ("task_name", "dp_size", "batch_size", "batch_unit", "micro_batch_size")
         return {name: getattr(self._source.request, name) for name in names}
 
     def reset(self) -> None:
         """Restart at the first batch. Batches are replayed from the buffer or fetched again.
 
-        Fetching a batch again raises `SamplesClearedError` if its samples have been cleared.
+        Fetching a batch again raises `SamplesClearedError` if any of its samples have been cleared.
         """
         request = self._source.request  # policy versions continue, whereas batch indexes restart at 0
         self._source = self._source.of_version(request.first_version + self._batch_index)
@@ -693,7 +693,7 @@ class StreamingDataset(IterableDataset[Item]):
 
 
 def _noted(micro_batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield micro-batches, and record the time it takes to create each micro-batch."""
+    """Yield micro-batches, and record how long it takes to create each one."""
     while True:
         began_at = time.perf_counter()
         found = next(micro_batches, _NONE_LEFT)
@@ -714,7 +714,7 @@ def _dp_rank_and_size(
         dp_rank: the rank passed by the user, if any.
         dp_size: the number of ranks passed by the user, if any.
         dp_group: the group passed by the user, if any.
-        is_shared: whether several processes share a rank.
+        is_shared: whether several processes share a DP rank.
     """
     if dp_rank is not None or dp_size is not None:
         _require(dp_group is None, "dp_group", "a group as well as dp_rank or dp_size", "only one of the two")
@@ -759,10 +759,10 @@ def _require_agreement(pack: PackOptions, options: Mapping[str, Any]) -> None:
 
 
 class ReplayBuffer:
-    """A buffer that keeps batches in memory for replay, from the first batch up to the first batch that does not fit.
+    """A buffer that keeps batches in memory for replay, starting with the first batch, until a batch does not fit.
 
-    A replay starts with the first batch. A buffer of the latest batches would therefore drop each batch just before its
-    replay. Batches beyond the limit are fetched again, and the service returns the same batches to the same ranks.
+    Because a replay starts with the first batch, a buffer of the latest batches would drop each batch just before it is
+    replayed. Batches beyond the limit are fetched again, and the service returns the same batches to the same ranks.
 
     Args:
         max_bytes: maximum total `FetchedBatch.size_bytes` of the kept batches. With 0, no batches are kept.
@@ -773,12 +773,12 @@ class ReplayBuffer:
         self._max_bytes = self._left_bytes = max_bytes
 
     def following(self, batch_index: int) -> list[FetchedBatch]:
-        """Return the kept batches from `batch_index` up to the first missing batch."""
+        """Return the consecutive kept batches that start at `batch_index`."""
         indexes = itertools.takewhile(self._batches.__contains__, itertools.count(batch_index))
         return [self._batches[index] for index in indexes]
 
     def add(self, batch: FetchedBatch) -> None:
-        """Keep the batch if it and all earlier batches fit, because a replay stops at the first missing batch."""
+        """Keep the batch if all batches up to it fit, because a replay stops at the first missing batch."""
         if not self._left_bytes or batch.index in self._batches:
             return
         size_bytes = batch.size_bytes
@@ -825,7 +825,7 @@ class ReplayStream:
 
 
 class StreamingDataLoader(Generic[Item]):
-    """An iterable over a `StreamingDataset` that prefetches batches.
+    """An iterable that yields the items of a `StreamingDataset` and prefetches batches.
 
     ::
 
@@ -843,22 +843,23 @@ class StreamingDataLoader(Generic[Item]):
     Args:
         dataset: the dataset to iterate over.
         num_workers: number of worker processes that fetch batches. With 0, a background thread fetches the batches.
-        prefetch_factor: number of batches to prefetch per worker, or in total without workers. With 0, which is only
-            valid without workers, batches are fetched in the consumer's thread. This is required if fetch_batch_fn
+        prefetch_factor: number of batches to prefetch per worker, or in total if there are no workers. With 0, which is
+            valid only without workers, batches are fetched in the consumer's thread, as required if fetch_batch_fn
             takes part in collectives.
         multiprocessing_context: how workers are started: "fork", "spawn", "forkserver" or a context. Defaults to
             forkserver, or to fork if fetch_batch_fn cannot be pickled. Each worker opens its own sync client. Forking
-            is safe with open clients in this process, provided that no thread is inside a call while the workers start.
+            is safe while this process has open clients, provided that no thread is inside a call when the workers
+            start.
         prefetch_bytes: maximum number of bytes prefetched or in flight across all workers. A batch of unknown size is
             assumed to be as large as the largest batch so far. If no batch is prefetched or in flight, the next batch
             is fetched regardless of its size.
         persistent_workers: whether worker processes keep running between iterators.
-        device: CUDA device, such as "cuda:0", for micro-batches and packs. Non-tensor data stays on the CPU. During
-            each training step, the next batch is uploaded in a single copy from pinned memory and split on the device.
-            The consumer's current CUDA stream waits until the received tensors have been uploaded. Prefetched batches
+        device: CUDA device, such as "cuda:0", for micro-batches and packs. Non-tensor data stays on the CPU. While a
+            training step runs, the next batch is uploaded from pinned memory in a single copy and split on the device.
+            The consumer's current CUDA stream waits for the uploads of the tensors that it receives. Prefetched batches
             and the replay buffer occupy device memory. By default, batches stay on the CPU.
-        pin_memory: whether to copy micro-batches to pinned memory, for a trainer that uploads them itself. Ignored with
-            `device`.
+        pin_memory: whether to copy micro-batches to pinned memory, for trainers that upload the data themselves.
+            Ignored with `device`.
 
     Raises:
         InvalidArgumentError: an argument is invalid.
@@ -926,7 +927,7 @@ class StreamingDataLoader(Generic[Item]):
                 self._end_workers()
 
     def _open_stream(self, dataset: StreamingDataset[Item]) -> BatchStream:
-        """Open a stream after closing the stream of the previous iterator, if any."""
+        """Close the previous iterator's stream, if any, and open a new stream."""
         if self._stream is not None:
             self._stream.close()
         self._stream = dataset.open_stream(self._open_rest, None if self._ahead is None else self._ahead.device)
@@ -937,7 +938,7 @@ class StreamingDataLoader(Generic[Item]):
 
     @property
     def step_timer(self) -> StepTimer:
-        """Breakdown of the trainer's step times. Use `print(loader.step_timer)` to print the breakdown."""
+        """Breakdown of the trainer's step times, which `print(loader.step_timer)` displays."""
         return self.dataset.step_timer
 
     @property
@@ -996,10 +997,10 @@ class StreamingDataLoader(Generic[Item]):
         self.dataset.load_state_dict(state_dict, restart=restart)
 
     def close(self) -> None:
-        """Stop fetching, and end the background thread or the workers. Idempotent.
+        """Stop fetching, and end the background thread or worker processes. Idempotent.
 
-        A new iterator starts the thread or workers again. A warning is logged if prefetched batches were not delivered,
-        because the service counts their samples as consumed.
+        A new iterator starts the thread or worker processes again. A warning is logged if prefetched batches were not
+        delivered, because the service counts their samples as consumed.
         """
         fetching, self._fetching = self._fetching, None
         if fetching is not None and fetching[1] == self.dataset.move_count:
@@ -1015,7 +1016,7 @@ class StreamingDataLoader(Generic[Item]):
         if count > 0:
             _log.warning(
                 "the loader of task %r of partition %r was closed with %s prefetched batches that were not delivered, "
-                "starting with batch %s. These batches count as consumed: a loader that resumes from this loader's "
+                "starting with batch %s. These batches count as consumed. A loader that resumes from this loader's "
                 "state receives them, but a loader that starts after reset_consumption(keep_consumed=True) does not",
                 self.dataset.source.request.task_name, self.dataset.partition_id, count, self.batch_index,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Uploading and splitting of batches on a device, in separate CUDA streams, while the current step runs.
+"""Uploading batches to a device and splitting them there, in separate CUDA streams, while the current step runs.
 
 ::
 
@@ -34,19 +34,19 @@ from tq_service.wire.host_memory import PINNED
 from tq_service.wire.mapping import Bytes
 
 Split = Callable[[FetchedBatch], Iterator[Any]]
-"""Function that splits a batch. The function returns an iterator over the items that the loader yields."""
+"""Function that splits a batch into the items that the loader yields, and returns an iterator over them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivingItem:
-    """A loader item with its tensors. The consumer's stream may use the tensors only after a call to `receive`."""
+    """A loader item and its tensors, which the consumer's stream may use only after a call to `receive`."""
 
     item: Any
     tensors: Sequence[torch.Tensor]
     arrival: Arrival
 
     def receive(self) -> Any:
-        """Make the tensors available in the current stream, and return the item.
+        """Make the tensors available to the current stream, and return the item.
 
         Call this method in the consumer's thread.
         """
@@ -68,7 +68,7 @@ def _parts_of(value: Any) -> list[torch.Tensor]:
 
 
 def upload_batch(flat: FlatBatch, device: torch.device) -> FlatBatch:
-    """Upload the tensors of a batch, and return the batch. The current stream waits for the uploads.
+    """Upload the tensors of a batch, and return the uploaded batch. The current stream waits for the uploads.
 
     Object columns stay on the CPU unless all of their rows are tensors.
     """
@@ -122,11 +122,11 @@ class DeviceFeed:
         return replace(batch, data=data, arrival=arrival, measured_bytes=measured)
 
     def release(self) -> None:
-        """Release host memory that is no longer needed because uploads from the memory are complete."""
+        """Release host memory whose uploads are complete."""
         PINNED.tidy()
 
     def split(self, split: Split) -> Split:
-        """Return a function that splits batches on the device, in the current stream of the calling thread."""
+        """Return a function that uploads batches and splits them on the device, in the thread's current stream."""
 
         def split_there(batch: FetchedBatch) -> Iterator[Any]:
             uploaded = self.upload(batch)
@@ -159,7 +159,7 @@ class DeviceFeed:
 
 
 class UploadingFetcher:
-    """Fetches batches with another fetcher, and uploads them in the copy stream."""
+    """A fetcher that fetches batches with another fetcher, and uploads them in the copy stream."""
 
     def __init__(self, fetcher: Fetcher, feed: DeviceFeed) -> None:
         self._fetcher = fetcher
@@ -175,7 +175,7 @@ class UploadingFetcher:
         self._fetcher.request(batch_index)
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
-        """Wait for a batch or the end marker, and return it. Uploads of its tensors may still be in progress."""
+        """Wait for a batch or the end marker, and return it. Uploads of a batch's tensors may still be in progress."""
         with self._feed.copying():
             fetched = self._fetcher.fetch(batch_index, is_wanted, batch_count)
             if isinstance(fetched, End):
@@ -185,12 +185,12 @@ class UploadingFetcher:
             return replace(uploaded, spans=(*fetched.spans, Span(Stage.DEVICE, began_at, time.perf_counter())))
 
     def close(self) -> None:
-        """End any `fetch` call in progress in another thread. Idempotent."""
+        """End any `fetch` call that is running in another thread. Idempotent."""
         self._fetcher.close()
 
 
 def pinned(split: Split) -> Split:
-    """Return a function that splits batches into items in pinned memory, for a consumer that does its own uploads."""
+    """Return a function that splits batches into items in pinned memory, for consumers that upload them themselves."""
 
     def split_pinned(batch: FetchedBatch) -> Iterator[Any]:
         return map(_pinned_item, split(batch))
@@ -207,7 +207,7 @@ def _pinned_item(item: Any) -> Any:
 
 
 def _pinned_tensor(tensor: Any) -> torch.Tensor:
-    """Copy a tensor to torch's pinned memory. Torch does not reuse this memory while uploads from it are running."""
+    """Copy a tensor to memory pinned by torch, which does not reuse the memory while uploads from it are running."""
     if not tensor.is_nested:
         pinned_copy: torch.Tensor = tensor.pin_memory()
         return pinned_copy

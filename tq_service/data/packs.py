@@ -1,12 +1,12 @@
-"""Packing of samples into sequences with a fixed number of tokens, and splitting of batches into packs.
+"""Packing samples into sequences with a fixed number of tokens, and splitting batches into packs.
 
     | sample 0 | its padding to a multiple of `align` | sample 1 | ... | padding sequence | padding sequence |
 
-Padding tokens form short sequences of their own. Attention cost is quadratic in the sequence length, so a single long
+Padding tokens form separate, short sequences. Attention cost is quadratic in the sequence length, so a single long
 padding sequence would cost as much as a long sample.
 
-The pack of a context-parallel rank contains the rank's chunks of every sequence, concatenated in order. All ranks of
-the group have packs of the same size with the same `cu_seqlens`.
+On a context-parallel rank, the pack contains the rank's chunks of every sequence, concatenated in order. All ranks of
+the context-parallel group have packs of the same size with the same `cu_seqlens`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tq_service.wire.metadata import expand_runs
 
 PADDING_SEQUENCE_LENGTH: Final = 1024
 LABEL_PADDING: Final = -100
-"""Label that loss functions ignore. This is the default `ignore_index` of torch's cross entropy."""
+"""Label that loss functions ignore, which is the default `ignore_index` of torch's cross-entropy loss."""
 POSITIONS: Final = "position_ids"
 _MADE: Final = ("cu_seqlens", "padding_mask", "max_seqlen", "num_padding")
 Lengths = NDArray[np.int64]
@@ -55,31 +55,30 @@ _WHOLE: Final = RowSlice(chunks=(0,), chunk_count=1)
 class PackOptions(ItemOptions["PackedMicroBatch"]):
     """Options for combining the samples of a pack into one sequence.
 
-    Per-token fields are concatenated. All remaining fields have one row per sample. The per-token fields are:
+    Per-token fields are concatenated, and all other fields have one row per sample. The per-token fields are:
 
     - `input_field`, `token_fields` and `position_ids`;
     - all other jagged fields;
-    - if all samples have the same length, so that the input field is dense: each dense field with exactly one dimension
-      of this length.
+    - each dense field with exactly one dimension of the common sample length, if all samples have the same length and
+      the input field is therefore dense.
 
     Fields in `repeat_fields` and `keep_fields` are never per-token fields. An ambiguous field raises an error unless it
     is listed in `token_fields` or `keep_fields`.
 
     Attributes:
-        pack_max_length: number of tokens per pack. This length must equal the `pack_max_length` of the `packed`
-            sampler.
+        pack_max_length: number of tokens per pack, which must equal the `pack_max_length` of the `packed` sampler.
         input_field: field that contains the tokens of each sample.
         pad_token_id: padding value of `input_field`.
-        label_fields: per-token fields that are padded with -100. Fields that the data does not contain are ignored.
-        token_fields: fields with one value per token, even if all their rows have the same shape.
+        label_fields: per-token fields that are padded with -100. Fields missing from the data are ignored.
+        token_fields: fields that have one value per token even if all their rows have the same shape.
         repeat_fields: dense fields whose value is repeated for each token of the sample, such as an advantage.
-        keep_fields: fields without a value per token, such as prompts, image patches or embeddings. These fields are
-            kept unchanged, with one row per sample.
-        pad_values: padding values of other per-token and repeated fields, by field name. The default padding value is 0
-            (False).
+        keep_fields: fields that do not have one value per token, such as prompts, image patches or embeddings. These
+            fields are kept unchanged, with one row per sample.
+        pad_values: padding values of other per-token fields and of repeated fields, by field name; 0 (or False) by
+            default.
         padding_sequence_length: maximum number of tokens per padding sequence, rounded up to a multiple of `align`.
         align: each sample is padded to a multiple of this number of tokens, so all `cu_seqlens` are multiples of this
-            number. The number must equal the sampler's `align` and divide `pack_max_length`.
+            number. This number must equal the sampler's `align` and divide `pack_max_length`.
         overlong: how to treat a sample with more than `pack_max_length` tokens. "error" raises an error. "truncate"
             keeps the first tokens, as planned by a sampler with `overlong="truncate"`.
 
@@ -147,19 +146,19 @@ class FieldUse:
 class PackedSequences:
     """Samples packed into one sequence of `pack_max_length` tokens. `pack["input_ids"]` returns a tensor by name.
 
-    The pack of a context-parallel rank has `pack_max_length / cp_size` tokens: the rank's shares of all sequences. Only
-    `cu_seqlens`, `max_seqlen` and `position_ids` refer to the full sequences.
+    On a context-parallel rank, the pack contains the rank's shares of all sequences, with `pack_max_length / cp_size`
+    tokens in total. Only `cu_seqlens`, `max_seqlen` and `position_ids` refer to the full sequences.
 
     Attributes:
         tensors: a TensorDict without batch dimensions. The input field, labels, `position_ids` and other per-token
             fields have shape `(pack_max_length, ...)`, or `(..., pack_max_length)` if the rows differ in their last
-            dimension. `cu_seqlens` (int32, shape `(sequences + 1,)`) contains the bounds of the samples including
+            dimension. `cu_seqlens` (int32, shape `(sequences + 1,)`) contains the bounds of the samples with their
             alignment padding, followed by the bounds of the padding sequences. `padding_mask` (bool, shape
             `(pack_max_length,)`) is true for padding tokens. Fields kept per sample have shape `(n, ...)`.
         lengths: number of tokens of each sample, without padding.
-        starts: position of each sample's first token in the pack.
+        starts: position in the pack of each sample's first token.
         max_seqlen: number of tokens in the longest sequence, including padding.
-        num_padding: number of padding tokens, including alignment padding.
+        num_padding: total number of padding tokens, including alignment padding.
         uses: how each field was packed, by field name.
     """
 
@@ -180,7 +179,7 @@ class PackedSequences:
 
     @property
     def token_count(self) -> int:
-        """Total number of tokens in the samples, without padding."""
+        """Total number of tokens in the pack's samples, without padding."""
         return sum(self.lengths)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
@@ -195,11 +194,12 @@ class PackedSequences:
         """Split a tensor with one value per token, such as a model's log-probs, into one tensor per sample.
 
         Args:
-            values: a tensor with one value for each token of the pack along `dim`. The returned tensors are views.
-            dim: the token dimension.
+            values: tensor with one value along `dim` for each token of the pack. The returned tensors are views of
+                `values`.
+            dim: token dimension of `values`.
 
         Raises:
-            ValueError: the tensor's size in `dim` differs from the number of tokens in the pack.
+            ValueError: the size of `values` in `dim` differs from the number of tokens in the pack.
         """
         expected = self.token_count + self.num_padding
         if values.shape[dim] != expected:
@@ -211,19 +211,18 @@ class PackedSequences:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedMicroBatch(PackedSequences):
-    """A pack for one forward and backward pass, and its position among the batch's optimizer steps.
+    """A pack for one forward and backward pass, with its position among the batch's optimizer steps.
 
-    All ranks have the same number of steps per batch and the same number of packs per step. Collectives therefore match
-    in each pass and in each optimizer step.
+    All ranks have the same number of steps per batch and the same number of packs per step. As a result, collectives
+    match in each pass and each optimizer step.
 
     Attributes:
-        meta: metadata of the pack's samples, for `client.put(pack.meta, new_columns)`. The size of the metadata may be
-            0.
+        meta: metadata of the pack's samples, for `client.put(pack.meta, new_columns)`. The size of this meta may be 0.
         step: index of the optimizer step within the batch.
         step_count: number of optimizer steps in the batch.
         pack: index of the pack within the step.
         pack_count: number of packs in the step.
-        step_token_count: number of tokens in this DP rank's samples of the step, without padding.
+        step_token_count: number of tokens in all samples that this DP rank has in the step, without padding.
     """
 
     meta: BatchMeta
@@ -249,24 +248,24 @@ def pack_sequences(
 ) -> PackedSequences:
     """Pack samples into one sequence of exactly `options.pack_max_length` tokens.
 
-    Per-token fields (see `PackOptions`) are concatenated bit for bit in sample order, and padded. All other fields are
-    kept per sample or repeated. All tensors are copies.
+    Per-token fields (see `PackOptions`) are concatenated in sample order, bit for bit, and padded. All other fields are
+    repeated for each token, or kept with one row per sample. All returned tensors are copies.
 
     `position_ids` restart at each sample and each padding sequence, and continue through a sample's alignment padding.
     If the data already has a `position_ids` field, such as the three-row positions of vision-language models, that
     field is concatenated instead. Rows of shape `(3, length)` become `(3, pack_max_length)`, and rows of shape
-    `(length, 3)` become `(pack_max_length, 3)`. The token dimension is the ragged dimension. If all samples have the
-    same length, the token dimension is the dimension of that size.
+    `(length, 3)` become `(pack_max_length, 3)`. The token dimension is the ragged dimension, or, if all samples have
+    the same length, the dimension of that size.
 
     Args:
         data: a batch from `get_data` or the loader.
         lengths: planned number of tokens of each sample. Defaults to the row lengths.
         options: packing options.
-        positions: positions of the rows to pack, in order. Defaults to all rows. An empty sequence produces a pack that
-            contains only padding, with the same fields and dtypes.
-        share: the `RowSlice.share(..., fill=)` that a context-parallel rank used to fetch the per-token fields.
-            `options.align` must then equal `share.chunk_count * share.align`, and `lengths` must be the lengths of the
-            full rows. By default, `data` contains full rows.
+        positions: positions of the rows to pack, in order. Defaults to all rows. If empty, the pack contains only
+            padding, with the same fields and dtypes.
+        share: the `RowSlice.share(..., fill=)` with which a context-parallel rank fetched the per-token fields. With a
+            share, `options.align` must equal `share.chunk_count * share.align`, and `lengths` must be the lengths of
+            the full rows. By default, `data` contains full rows.
 
     Raises:
         ValueError: the samples do not fit into the pack; `lengths` differ from the row lengths; a field's row lengths
@@ -294,23 +293,23 @@ def split_packs(
 
     Args:
         data: the batch, with `meta.size` rows.
-        meta: metadata of the samples in `data`. Any sampler may have planned the packs, provided the samples fit.
+        meta: metadata of the samples in `data`. Any sampler may have planned the packs, provided that the samples fit.
         options: packing options.
-        share: share of a context-parallel rank; see `pack_sequences`. Using a share requires a plan with sample
+        share: share of a context-parallel rank; see `pack_sequences`. A share requires a plan that contains the sample
             lengths.
         micro_batch_size: number of samples per pack if the meta has no steps. By default, such a batch is a single
             pack.
 
     Raises:
-        ValueError: the batch and the meta differ in size, the plan is for packs of a different length, or packing fails
-            for a reason listed in `pack_sequences`.
+        ValueError: the batch and the meta differ in size, the plan is for packs of a different length, or
+            `pack_sequences` would raise this error.
         InvalidArgumentError: `share` and `options` contradict each other.
     """
     packing = _Packing(data, options, share)
     if packing.row_count != meta.size:
         raise ValueError(
             f"the batch has {packing.row_count} rows, but its meta has {meta.size} samples; fetch_batch_fn must return "
-            "data and meta of the same samples"
+            "the data and meta of the same samples"
         )
     steps = steps_of(meta, micro_batch_size)
     for step_index, step in enumerate(steps):
@@ -345,7 +344,7 @@ def _check_padding(pack: Pack, lengths: NDArray[np.int64], options: PackOptions)
 
 
 class _Packing:
-    """Packs the samples of a batch, and stores the state shared by all packs of the batch.
+    """The packing of a batch's samples, with the state that all packs of the batch share.
 
     Raises:
         ValueError: a field contains objects, has the wrong layout, is missing or ambiguous, or is listed as a per-token
@@ -373,12 +372,12 @@ class _Packing:
         self._check_names()
 
     def _token_column(self, key: FieldKey, column: FlatColumn, made: dict[int, RowPattern]) -> FlatColumn:
-        """Convert a per-token column with equally shaped rows to a jagged column. Return other columns unchanged.
+        """Convert a per-token column with rows of equal shape to a jagged column, and return other columns unchanged.
 
         Args:
             key: name of the column.
             column: the column.
-            made: cache of row patterns for equally long rows, keyed by row length.
+            made: cache of the row patterns for rows of equal length, by row length.
         """
         rows: torch.Tensor | None = None
         if isinstance(column, torch.Tensor):
@@ -395,7 +394,7 @@ class _Packing:
         return JaggedColumn(rows.movedim(0, dim).flatten(dim, dim + 1), made[size], dim + 1)
 
     def _token_dim(self, key: FieldKey, row: tuple[int, ...], is_jagged: bool) -> int | None:
-        """Return the token dimension of equally shaped rows, or None if the field is per sample or needs no conversion.
+        """Return the token dimension of rows of equal shape, or None if the field is per sample or needs no conversion.
 
         Raises:
             ValueError: the field is ambiguous.
@@ -420,9 +419,9 @@ class _Packing:
             return len(row) - 1 if key == POSITIONS else 0
         if is_named and not dims:
             raise ValueError(
-                f"field {key!r} has rows of shape {row} in every sample; expected one dimension with a value for each "
-                f"of the {'' if length is None else f'{length} '}tokens of {options.input_field!r}; list the field in "
-                "keep_fields if its values are per sample, or declare it with layout='jagged'"
+                f"field {key!r} has rows of shape {row} in every sample; expected one dimension with one value for "
+                f"each of the {'' if length is None else f'{length} '}tokens of {options.input_field!r}; list the "
+                "field in keep_fields if its values are per sample, or declare it with layout='jagged'"
             )
         if dims:
             raise ValueError(
@@ -438,8 +437,8 @@ class _Packing:
         if isinstance(column, list):
             if column and all(isinstance(row, torch.Tensor) for row in column):
                 raise ValueError(
-                    f"field {key!r} has, or had in an earlier put, rows that differ in several dimensions; expected "
-                    "one ragged dimension; declare this dimension before the first put, for example with "
+                    f"field {key!r} has rows that differ in several dimensions, possibly from an earlier put; expected "
+                    "only one ragged dimension; declare this dimension before the first put, for example with "
                     "FieldSpec(name, layout='jagged', row_shape=(3, -1))"
                 )
             raise ValueError(
@@ -454,8 +453,8 @@ class _Packing:
             return FieldUse("sample" if key in options.keep_fields else "token", column.ragged_dim - 1)
         if key in (options.input_field, POSITIONS, *options.token_fields):
             raise ValueError(
-                f"field {key!r} has rows of shape {tuple(column.shape[1:])}; expected one value per token, in rows of "
-                "one or more dimensions"
+                f"field {key!r} has rows of shape {tuple(column.shape[1:])}; expected rows with at least one dimension "
+                "and one value per token"
             )
         return FieldUse("repeated" if key in options.repeat_fields else "sample")
 
@@ -470,7 +469,7 @@ class _Packing:
         for name in _MADE:
             if name in uses:
                 raise ValueError(
-                    f"the samples have a field {name!r}, which packing creates itself; omit the field from data_fields"
+                    f"the samples have a field {name!r}, but packing creates this field; omit it from data_fields"
                 )
         if POSITIONS in options.keep_fields:
             raise ValueError(
@@ -478,7 +477,7 @@ class _Packing:
             )
 
     def lengths(self, positions: Positions, planned: Lengths | None) -> Lengths:
-        """Check all per-token fields, and return the number of tokens in each sample, in an array of shape `(m,)`.
+        """Check all per-token fields, and return the number of tokens in each sample, as an array of shape `(m,)`.
 
         Args:
             positions: positions of the pack's rows, of shape `(m,)`.
@@ -522,11 +521,11 @@ class _Packing:
         return planned
 
     def _whole_lengths(self, got: Lengths, planned: Lengths | None) -> Lengths:
-        """Check the lengths of the fetched shares, and return the full rows' lengths. Both arrays have shape `(m,)`."""
+        """Check the lengths of the fetched shares, and return the lengths of the full rows, both of shape `(m,)`."""
         if planned is None:
             raise ValueError(
-                "got shares of rows without the row lengths; expected a plan with the row lengths, such as a plan from "
-                "the 'packed' sampler"
+                "got shares of rows, but no row lengths; expected a plan that contains the row lengths, such as a plan "
+                "of the 'packed' sampler"
             )
         share = self._share
         expected = _rounded(planned, self._options.align) // share.chunk_count * len(share.chunks)
@@ -551,7 +550,7 @@ class _Packing:
             rounded = f", each rounded up to a multiple of {options.align}" if options.align > 1 else ""
             raise ValueError(
                 f"got {end} tokens in {lengths.size} samples{rounded}; expected at most pack_max_length = "
-                f"{options.pack_max_length}; pass fewer samples, or plan with the 'packed' sampler, with the same "
+                f"{options.pack_max_length}; pass fewer samples, or plan with the 'packed' sampler and the same "
                 "pack_max_length and align"
             )
         longest = -(-options.padding_sequence_length // options.align) * options.align
@@ -607,16 +606,16 @@ class _Packing:
         bounds: Lengths,
         places: torch.Tensor,
     ) -> torch.Tensor:
-        """Concatenate the samples' tokens, each sample with its alignment padding, and append the padding sequences.
+        """Concatenate the samples' tokens, adding each sample's alignment padding, and append the padding sequences.
 
         Args:
             key: name of the column.
             column: the column.
             positions: positions of the rows to concatenate, of shape `(m,)`.
             lengths: number of tokens to take from each row, of shape `(m,)`.
-            bounds: start of each sample in the pack, and end of the last sample's alignment padding, of
+            bounds: start of each sample in the pack, followed by the end of the last sample's alignment padding, of
                 shape `(m + 1,)`.
-            places: position of each token within its sequence, used as padding of position ids.
+            places: position of each token within its sequence, which serves as the padding value of position ids.
         """
         dim, values = column.ragged_dim - 1, column.values
         shape = list(values.shape)
@@ -690,10 +689,10 @@ def _filled(like: torch.Tensor, shape: list[int], value: bool | int | float, nam
 
 
 def unpack_sequences(packed: PackedSequences) -> TensorDict:
-    """Return the samples of a pack without padding, one row per sample.
+    """Return the samples of a pack as rows, one per sample, without padding.
 
     Per-token fields are jagged. All other fields are restored to their original form, bit for bit. Truncated samples
-    contain only their first tokens. `position_ids` are returned only if the samples contained this field.
+    contain only their first tokens. `position_ids` are returned only if the original samples had this field.
 
     Raises:
         ValueError: a sample has no tokens, so its values in repeated fields are lost.

@@ -2,7 +2,7 @@
 
 Processes with the same DP rank (tensor, pipeline or context parallel) need the same batches. Each process may fetch the
 batches itself, because repeated requests from a rank receive the same response. Alternatively, the first process
-fetches each batch and broadcasts it.
+fetches each batch and broadcasts it to the others.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatchLayout:
-    """A batch without the bytes of its tensors, which are sent separately from device to device.
+    """A batch without the bytes of its tensors, which are sent separately, directly from device to device.
 
     Attributes:
-        index: the batch_index.
+        index: batch_index of the batch.
         meta: metadata of the samples.
         content: the columns, with placeholders for tensors.
-        size_bytes: total size of all tensors, including alignment gaps, in bytes.
+        size_bytes: total size of all tensors in bytes, including the gaps for alignment.
         batch_bytes: `FetchedBatch.size_bytes` of the batch.
     """
 
@@ -104,7 +104,7 @@ def _empty(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLayout, torch.Tensor]:
-    """Return a batch's layout, and a device buffer that the current stream fills with the batch's tensors."""
+    """Return a batch's layout, and a device buffer into which the current stream copies the batch's tensors."""
     content = flatten(batch.data)
     starts: dict[int, int] = {}
     end = 0
@@ -121,7 +121,7 @@ def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLa
 
 
 _Message = BatchLayout | DeviceBatchLayout | End | ExceptionWrapper | Literal["waiting", "closed"]
-"""A message: a batch layout that precedes the batch's bytes, an end marker, an error, "waiting" or "closed"."""
+"""A message is an end marker, an error, "waiting", "closed", or a batch layout that precedes the batch's bytes."""
 
 
 class ReplicaGroup:
@@ -153,11 +153,11 @@ class ReplicaGroup:
         self._device = torch.device("cpu" if "cpu" in self._devices else self._devices[0])
 
     def sends_from(self, device: torch.device) -> bool:
-        """Return whether tensors on a device are sent directly from that device."""
+        """Return whether tensors on this device are sent directly from the device."""
         return device.type in self._devices
 
     def send_there(self, message: DeviceBatchLayout, data: torch.Tensor) -> None:
-        """Send a batch whose bytes are on a device to all other replicas."""
+        """Send a batch to all other replicas, directly from the device that its bytes are on."""
         self._exchange(message)
         self._broadcast(data)
 
@@ -168,7 +168,7 @@ class ReplicaGroup:
         return message.open(data)
 
     def send(self, message: _Message, parts: Sequence[Bytes] = ()) -> None:
-        """Send a message to all other replicas. If the message is a batch layout, also send the parts of the batch."""
+        """Send a message to all other replicas, followed by the parts of the batch if the message is a batch layout."""
         self._exchange(message)
         if isinstance(message, BatchLayout):
             data = torch.empty(message.size_bytes, dtype=torch.uint8)
@@ -178,7 +178,7 @@ class ReplicaGroup:
             self._broadcast(data.to(self._device))
 
     def receive(self) -> tuple[_Message, Bytes]:
-        """Wait for the next message from the first replica. For a batch layout, also receive the batch's bytes."""
+        """Wait for the next message from the first replica, and, after a batch layout, for the batch's bytes."""
         message = self._exchange(None)
         data = torch.empty(message.size_bytes if isinstance(message, BatchLayout) else 0, dtype=torch.uint8)
         if isinstance(message, BatchLayout):
@@ -205,14 +205,14 @@ class ReplicaStream:
                                                                   │ broadcast: layout and bytes; "waiting" every 10 s
         others                                           read() <─┘
 
-    If reading fails in the first replica, all replicas raise its error.
+    If reading fails in the first replica, all replicas raise the error.
 
     Args:
         group: the replicas.
-        open_fetched: function that opens the inner stream. This function is called only in the first replica.
-        batch_index: batch_index of the first batch.
-        device: device of the inner stream's batches, on which the other replicas also receive them. By default, batches
-            are on the CPU.
+        open_fetched: function that opens the inner stream, called only in the first replica.
+        batch_index: index of the stream's first batch.
+        device: device that holds the inner stream's batches, and on which the other replicas receive them. By default,
+            batches are on the CPU.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ OnWait = Callable[[WaitReason], object]
 """Callback that receives the reason for a long wait, in the thread or process that fetches batches."""
 
 ClientFactory = Callable[[Any], Any]
-"""Function that opens the sync client of a fetching thread or worker, given the dataset's `address`."""
+"""Function that takes the dataset's `address` and opens the sync client of a fetching thread or worker."""
 
 # Delay before the next call if fetch_batch_fn returned "not_yet" immediately.
 _RETRY_SECONDS = 0.05
@@ -62,24 +62,24 @@ class StreamIdentity:
 
     @classmethod
     def of(cls, meta: Any) -> StreamIdentity:
-        """Return the identity in `meta`, which may have any type if it was created by fetch_batch_fn."""
+        """Return the identity in `meta`, which may be of any type if a custom fetch_batch_fn created it."""
         return cls(getattr(meta, "incarnation", b""), getattr(meta, "epoch", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A point in a CUDA stream after which tensors are available on the device.
+    """A point in a CUDA stream at which the uploads of tensors to a device are complete.
 
     Attributes:
         device: the CUDA device.
-        event: event recorded at this point.
+        event: event recorded in the stream at this point.
     """
 
     device: torch.device
     event: cuda.Event
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make the current CUDA stream wait for the tensors, and keep the tensors allocated while it uses them."""
+        """Make the current CUDA stream wait for the tensors, and keep them allocated while the stream uses them."""
         stream = cuda.current_stream(self.device)
         stream.wait_event(self.event)
         for tensor in tensors:
@@ -94,12 +94,12 @@ class FetchedBatch:
         index: the batch_index.
         data: a TensorDict, or the data returned by fetch_batch_fn.
         meta: metadata of the samples in `data`.
-        micro_batches: the micro-batches if a background thread splits the batch, otherwise None.
-        on_consumed: function called when the consumer begins the batch, so that another batch can be prefetched.
-        measured_bytes: value of `size_bytes` if already computed, otherwise None.
-        arrival: point in a CUDA stream after which device tensors are available. The attribute is None for tensors on
-            the CPU.
-        spans: time spans of the fetch stages.
+        micro_batches: the batch's micro-batches if a background thread splits the batch, otherwise None.
+        on_consumed: function called when the consumer starts on the batch, so that another batch can be prefetched.
+        measured_bytes: value of `size_bytes` if it is already known, otherwise None.
+        arrival: point in a CUDA stream at which the tensors are available on the device, or None for tensors on the
+            CPU.
+        spans: time spans of the stages of fetching the batch.
     """
 
     index: int
@@ -113,7 +113,7 @@ class FetchedBatch:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all tensors, arrays, strings and images in `data`, including nested containers, in bytes."""
+        """Total size in bytes of the tensors, arrays, strings and images in `data`, including nested containers."""
         if self.measured_bytes is not None:
             return self.measured_bytes
         return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else object_bytes(self.data)
@@ -124,10 +124,10 @@ class End:
     """The end marker that a stream returns after the last batch.
 
     Attributes:
-        identity: the partition's incarnation and the task's epoch.
-        counts: number of samples per outcome, identical on all ranks. The attribute is None if fetch_batch_fn created
-            the end marker.
-        spans: time spans of the stages of the last call.
+        identity: incarnation of the partition and epoch of the task at the end.
+        counts: number of samples per outcome, which is the same on all ranks, or None if a custom fetch_batch_fn
+            created the end marker.
+        spans: time spans of the stages of the call that returned the end marker.
     """
 
     identity: StreamIdentity
@@ -137,7 +137,7 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExceptionWrapper:
-    """An error from another process, with its traceback. An unpicklable error is converted to a RuntimeError."""
+    """An error from another process, with its traceback. Errors that cannot be pickled become a RuntimeError."""
 
     error: Exception
     traceback: str
@@ -153,7 +153,7 @@ class ExceptionWrapper:
         return cls(error=error, traceback=text)
 
     def with_note(self, origin: str) -> Exception:
-        """Add the original traceback to the error as a note, and return the error."""
+        """Add the original traceback as a note to the error, and return the error."""
         self.error.add_note(f"raised in {origin}:\n{self.traceback}")
         return self.error
 
@@ -176,7 +176,7 @@ class BatchStream(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop fetching, and drop prefetched batches, which can be fetched again. Idempotent."""
+        """Stop fetching, and drop prefetched batches, which can still be fetched again. Idempotent."""
         ...
 
 
@@ -187,7 +187,7 @@ class BatchRequest:
     Additional attributes:
         read_options: additional arguments for `Client.get_data`, or None.
         version_lag: how many batches may be planned ahead of the published version of `policy`, or None if unlimited.
-        first_version: version of `policy` that trains on batch 0.
+        first_version: version of `policy` that is trained on batch 0.
     """
 
     partition_id: str
@@ -233,12 +233,12 @@ class BatchRequest:
 
 
 def end_warning(end: End, request: BatchRequest) -> str | None:
-    """Return a warning about skipped samples or samples consumed in earlier epochs, or None if no samples are affected.
+    """Return a warning about samples that were skipped or consumed in earlier epochs, or None if there are none.
 
-    Cleared samples alone cause no warning, because a task that starts late always misses most samples of a long-lived
-    partition. The result depends only on the counts in the end marker, which are identical on all ranks. Therefore
-    either all ranks raise an error or none does. The counts include samples consumed before this loader was created, so
-    restarting after the last batch is not an error.
+    Cleared samples alone do not cause a warning, because a task that starts late always misses most samples of a
+    long-lived partition. The result depends only on the counts in the end marker, which are identical on all ranks.
+    Therefore, either all ranks raise an error or none do. The counts include samples consumed before this loader was
+    created, so restarting after the last batch is not an error.
 
     Raises:
         NothingDeliveredError: samples were inserted, but none was delivered to the task.
@@ -296,11 +296,11 @@ def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
 
 
 class ClaimsAhead:
-    """Batches that were claimed together with an earlier batch but have not been fetched yet.
+    """Batches that were claimed in the same call as an earlier batch but have not been fetched yet.
 
     Attributes:
         batch_count: maximum number of batches that the next call may claim.
-        until: one past the index of the last claimed batch.
+        until: index after the last claimed batch.
     """
 
     def __init__(self) -> None:
@@ -309,7 +309,7 @@ class ClaimsAhead:
         self._metas: dict[int, BatchMeta] = {}
 
     def claim(self, client: Client, *, batch_index: int, **claim: Any) -> BatchMeta:
-        """Return a batch already claimed, or claim it with up to `batch_count - 1` later batches that are ready."""
+        """Return the batch if already claimed; otherwise claim it, with up to `batch_count - 1` later ready batches."""
         if batch_index in self._metas:
             return self._metas.pop(batch_index)
         if self.batch_count > 1:
@@ -334,26 +334,26 @@ def fetch_batch(
 ) -> tuple[TensorDict | None, BatchMeta]:
     """Claim a batch and fetch its data. This is the default `fetch_batch_fn`.
 
-    A custom `fetch_batch_fn` is called with keyword arguments only. The function should accept `**others`, because
+    A custom `fetch_batch_fn` is called with keyword arguments only. The function should also accept `**others`, because
     later versions may add keywords. The keywords are:
 
     - always: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
       `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
-      `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (b"" and None until
-      the first batch arrives);
+      `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation` and `epoch` (b"" and None
+      until the first batch arrives);
     - if passed to the dataset: `layout`, `max_uses`, `unmatched`, `least_members`, `refill`, `max_refills`, `totals`
       and `read_options` (additional arguments for `Client.get_data`, including the slices of a context-parallel rank);
     - if the dataset has a `version_lag`: `not_before_version` and `policy`;
     - if the loader has a `device` and fetches in this process: `device`. If the function returns data on the CPU, the
       loader uploads the data;
-    - during a long wait: `explain` (True), which requests the reason in the response's `waiting_for`.
+    - during a long wait: `explain` (True), which asks the service to return the reason for the wait in `waiting_for`.
 
-    Only `fetch_batch` itself receives `ahead`, the batches that are claimed but not fetched.
+    Only `fetch_batch` itself receives `ahead`, which contains batches that are claimed but not yet fetched.
 
     Returns:
         The data and its meta. If the meta's status is "batch", the data must not be None. If the status is "not_yet",
-        the loader calls the function again. If the status is "end", iteration ends. `(None, None)` is equivalent to
-        "not_yet".
+        the loader calls the function again. If the status is "end", iteration ends. Returning `(None, None)` is
+        equivalent to the status "not_yet".
     """
     ahead = ahead or ClaimsAhead()
     meta = ahead.claim(client, max_wait=max_wait, timeout=timeout, **claim)
@@ -365,15 +365,15 @@ def fetch_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSource:
-    """The service that provides the batches, and the request sent to it. A source is picklable if its functions are.
+    """The service that provides the batches, and the request to send to it. A source is picklable if its functions are.
 
     Attributes:
         address: address of the service.
-        request: claim arguments of the rank.
+        request: arguments for all claims of the rank.
         fetch_batch_fn: function that fetches a batch.
         on_wait: function called with the reason for a long wait.
         client_factory: function that opens the client. By default, `Client` is called with `client_options`.
-        client_options: token, tls, insecure and namespace.
+        client_options: the arguments token, tls, insecure and namespace of `Client`.
     """
 
     address: str | Sequence[str] | None
@@ -405,14 +405,14 @@ class BatchSource:
 
 
 class BatchFetcher:
-    """Fetches batches with its own sync client. Only one thread may use a fetcher.
+    """A fetcher of batches that has its own sync client. Only one thread may use a fetcher.
 
-    All batches must have the incarnation and epoch of the first batch. If the partition is cleared and created again,
-    or the task is reset, the next fetch raises an error. A stream therefore never continues in the middle of another
-    incarnation or epoch.
+    All batches must have the same incarnation and epoch as the first batch. If the partition is cleared and created
+    again, or the task is reset, the next fetch raises an error. Therefore, a stream never continues in the middle of
+    another incarnation or epoch.
 
     Attributes:
-        fetched_until: one past the index of the last batch that has been fetched or claimed in advance.
+        fetched_until: index after the last batch that has been fetched or claimed in advance.
         closed: whether the fetcher has been closed.
     """
 
@@ -437,10 +437,10 @@ class BatchFetcher:
         """Wait for a batch or the end marker, and return it.
 
         Args:
-            batch_index: index of the batch.
-            is_wanted: function called before each claim. If the function returns false, the wait ends.
-            batch_count: maximum number of batches to claim in a single call, starting with this batch. Later `fetch`
-                calls return the additional batches.
+            batch_index: index of the batch to fetch.
+            is_wanted: function called before each claim; if it returns false, the wait ends.
+            batch_count: maximum number of batches to claim in a single call, starting with this batch. The other
+                batches are returned by later `fetch` calls.
 
         Raises:
             StreamClosedError: the batch is no longer wanted.
@@ -480,7 +480,7 @@ class BatchFetcher:
             if status == "batch" and data is None:
                 raise TypeError(
                     f"fetch_batch_fn returned no data for batch {batch_index}, although its meta has status 'batch'; "
-                    "return client.get_data(meta) for empty batches too, since every rank needs them"
+                    "return client.get_data(meta) even if the batch is empty, because every rank needs each batch"
                 )
             if status == "batch":
                 self._identity = StreamIdentity.of(meta)
@@ -534,15 +534,15 @@ _MICRO_BATCHES_AHEAD: Final = 2
 
 
 class PrefetchLimit:
-    """Limits the number and total size of prefetched batches.
+    """A limit on the number and total size of prefetched batches.
 
     A batch counts as prefetched from `begin` to `consume`. Until `arrive` reports its size, a batch is assumed to be as
     large as the largest batch that has arrived. Before the first arrival, only one batch may be in flight. The total
     size therefore exceeds `max_bytes` only if a batch is larger than all earlier batches. The excess is at most the
-    difference between this batch's size and the previous maximum. If no batch is prefetched, the next batch is admitted
-    regardless of its size, because the consumer waits for it.
+    difference in size between this batch and the largest earlier batch. If no batch is prefetched, the next batch is
+    admitted regardless of its size, because the consumer waits for it.
 
-    Not thread-safe. The owner must hold a lock when calling a method.
+    Not thread-safe: the owner must hold a lock when calling any method.
 
     Args:
         max_batches: maximum number of prefetched batches.
@@ -558,11 +558,11 @@ class PrefetchLimit:
         self._largest_bytes: int | None = None
 
     def admits(self) -> bool:
-        """Return whether another batch may be started."""
+        """Return whether another batch may be fetched within the limit."""
         return self._under_way + self._arrived == 0 or self.further_count() > 0
 
     def further_count(self) -> int:
-        """Return how many more batches may be started."""
+        """Return how many more batches may be fetched within the limit."""
         if self._largest_bytes is None:
             return 0
         by_number = self._max_batches - self._under_way - self._arrived
@@ -570,11 +570,11 @@ class PrefetchLimit:
         return max(0, min(by_number, by_bytes))
 
     def begin(self) -> None:
-        """Record that a batch is in flight."""
+        """Record that a batch is now in flight."""
         self._under_way += 1
 
     def arrive(self, size_bytes: int) -> None:
-        """Record that a batch in flight has arrived, and its size."""
+        """Record the arrival of a batch in flight, and the batch's size."""
         self._under_way -= 1
         self._arrived += 1
         self._arrived_bytes += size_bytes
@@ -589,7 +589,7 @@ class PrefetchLimit:
 class PrefetchQueue(Generic[T]):
     """A bounded queue of numbered items, with one reader and several writers.
 
-    Writers begin items in numerical order and may put them in any order. The reader receives items in numerical order.
+    Writers begin items in numerical order, but may put them in any order. The reader receives items in numerical order.
 
     Attributes:
         closed: whether the queue has been closed.
@@ -607,9 +607,9 @@ class PrefetchQueue(Generic[T]):
         self.closed = False
 
     def begin(self, on_begun: OnBegun = lambda number: None) -> int | None:
-        """Wait until the limit admits another item, and return the item's number. Return None if the queue has ended.
+        """Wait until the limit admits another item, and return its number, or return None if the queue has ended.
 
-        `on_begun` is called with the number before any other writer can begin an item. The callback must not block.
+        `on_begun` is called with the number before any other writer can begin an item, and must not block.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._end or self._limit.admits())
@@ -630,7 +630,7 @@ class PrefetchQueue(Generic[T]):
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
-        """Context manager for creating the item with this number. An error in the block ends the queue at this item."""
+        """Context manager for creating the item with this number. An error in the block ends the queue here."""
         try:
             yield
         except StreamClosedError:
@@ -639,10 +639,10 @@ class PrefetchQueue(Generic[T]):
             self.end(number, error)
 
     def put(self, number: int, item: T, size_bytes: int = 0, on_begun: OnBegun | None = None) -> int | None:
-        """Add an item that has begun, or drop it if the queue is closed.
+        """Add an item that was begun earlier, or drop it if the queue is closed.
 
-        With `on_begun`, also begin the writer's next item atomically, before any other writer can begin an item, and
-        return the number of the next item. Return None if the limit does not admit another item at the moment.
+        With `on_begun`, also begin the writer's next item atomically, before any other writer can begin one, and return
+        its number. If the limit does not admit another item right now, return None.
         """
         with self._changed:
             self._limit.arrive(size_bytes)
@@ -652,7 +652,7 @@ class PrefetchQueue(Generic[T]):
             return None if on_begun is None else self._begin_now(on_begun)
 
     def end(self, number: int, error: BaseException | None = None) -> None:
-        """End the queue at this number. After receiving all earlier items, the reader raises the error, if any."""
+        """End the queue at this number. After reading all earlier items, the reader raises the error, if any."""
         with self._changed:
             if self._end is None or number < self._end[0]:
                 self._end = number, error
@@ -661,7 +661,8 @@ class PrefetchQueue(Generic[T]):
     def get(self) -> T | None:
         """Wait for the next item. Return None after the last item.
 
-        The item counts as prefetched until `on_consumed` is called, because the reader may begin processing it later.
+        The item still counts as prefetched until `on_consumed` is called, because the reader may not process it
+        immediately.
         """
 
         def is_over() -> bool:
@@ -680,7 +681,7 @@ class PrefetchQueue(Generic[T]):
             return None
 
     def on_consumed(self, size_bytes: int = 0) -> None:
-        """Record that an item of this size has been consumed, which may allow another item to begin."""
+        """Record that an item of this size has been consumed, which may allow another item to be begun."""
         with self._changed:
             self._limit.consume(size_bytes)
             self._changed.notify_all()
@@ -694,9 +695,9 @@ class PrefetchQueue(Generic[T]):
 
 
 class _QueuedStream(Generic[S, T]):
-    """A stream that reads from a queue. Background threads, one for each source, fill the queue.
+    """A stream that reads from a queue, which background threads fill, one thread per source.
 
-    The threads refer only to the queue and the sources, not to the stream. An abandoned stream can therefore be
+    The threads do not refer to the stream, only to the queue and the sources. An abandoned stream can therefore be
     garbage-collected, which ends its threads.
 
     Attributes:
@@ -733,7 +734,7 @@ class _QueuedStream(Generic[S, T]):
 
 
 def _end(queue: PrefetchQueue[Any], sources: Sequence[Fetcher | BatchStream], threads: list[threading.Thread]) -> None:
-    """Close a queue and its sources, and wait for the threads."""
+    """Close a queue and its sources, and wait for the threads to end."""
     # Close the queue first. Otherwise the reader could mistake None for the end, or raise the error of a call that was
     # interrupted by closing its source.
     queue.close()
@@ -747,26 +748,26 @@ def _end(queue: PrefetchQueue[Any], sources: Sequence[Fetcher | BatchStream], th
 
 
 class Fetcher(Protocol):
-    """Interface for fetching batches, in the calling thread or in a worker process."""
+    """Interface of objects that fetch batches in the calling thread or in a worker process."""
 
     @property
     def fetched_until(self) -> int:
-        """One past the index of the last batch that has been fetched or claimed in advance."""
+        """Index after the last batch that has been fetched or claimed in advance."""
         ...
 
     def request(self, batch_index: int) -> None:
-        """Announce the batch that will be fetched next. The calls are made in batch order. Does not block."""
+        """Announce the batch that will be fetched next. Batches are announced in order. Does not block."""
         ...
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
         """Wait for a batch or the end marker. Raise StreamClosedError if the batch is no longer wanted.
 
-        A single call may claim up to `batch_count` batches, starting with this batch.
+        Up to `batch_count` batches may be claimed in a single call, starting with this batch.
         """
         ...
 
     def close(self) -> None:
-        """End any `fetch` call in progress in another thread. Idempotent."""
+        """End any `fetch` call that is running in another thread. Idempotent."""
         ...
 
 
@@ -779,7 +780,7 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
                                              ^                       ├─ error ──> read() raises it
                                    on_consumed of a batch            └─ close() or garbage collection: threads end
 
-    Each thread fetches the next batch that no thread has begun to fetch. `read` returns the batches in order.
+    Each thread fetches the next batch that no other thread has started to fetch. `read` returns the batches in order.
     """
 
     def __init__(self, fetchers: Sequence[Fetcher], batch_index: int, limit: PrefetchLimit) -> None:
@@ -787,7 +788,7 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
 
     @property
     def fetched_until(self) -> int:
-        """One past the index of the last fetched batch."""
+        """Index after the last batch that has been fetched or claimed in advance."""
         return max(fetcher.fetched_until for fetcher in self._sources)
 
     def read(self) -> FetchedBatch | End | None:
@@ -831,7 +832,7 @@ def _fetch_ahead(first_index: int, fetcher: Fetcher, queue: PrefetchQueue[Fetche
 class _Prefetched:
     """A queue item that contains a micro-batch, the end marker, or a batch without micro-batches.
 
-    The first micro-batch of a batch is accompanied by the batch itself.
+    The item with the first micro-batch of a batch also contains the batch itself.
     """
 
     micro_batches: tuple[Any, ...]
@@ -848,7 +849,7 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
                                                                                             └──> end, error
         close() or garbage collection: the inner stream is closed, the thread ends
 
-    Each batch is released together with its last micro-batch, before the thread reads the next batch.
+    Each batch is released together with its last micro-batch, before the background thread reads the next batch.
     """
 
     def __init__(self, inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]]) -> None:
@@ -941,5 +942,5 @@ def _split_since(began_at: float) -> tuple[Span, ...]:
 
 
 def _next_of(micro_batches: Iterator[Any]) -> tuple[Any, ...]:
-    """Return the next micro-batch in a tuple, or an empty tuple if there are no more micro-batches."""
+    """Return a tuple with the next micro-batch, or an empty tuple if there are no more micro-batches."""
     return tuple(itertools.islice(micro_batches, 1))

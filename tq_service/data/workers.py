@@ -1,4 +1,4 @@
-"""Worker processes that fetch batches for a `PrefetchStream`, and the serialization of batches.
+"""Worker processes that fetch batches for a `PrefetchStream`, and serialization of these batches.
 
 Lifecycle::
 
@@ -11,15 +11,15 @@ Lifecycle::
 The parent process does all bookkeeping. A worker receives only the requests for its own batches.
 
 A batch is sent as contiguous bytes. The worker copies these bytes once into a shared buffer, from which the parent
-reads them without another copy. When the first replica of a rank broadcasts a batch, it uses the same format. The bytes
-contain the tensors of all columns in sequence, and the tensors on the receiving side are views of these bytes. The meta
-and all objects are pickled. Tensors within objects are unpickled into separate memory, because a micro-batch does not
-copy them.
+reads them without another copy. The first replica of a rank broadcasts batches in the same format. The bytes contain
+the tensors of all columns in sequence, and the tensors on the receiving side are views of these bytes. The meta and all
+objects are pickled. Tensors within objects are unpickled into separate memory, because a micro-batch does not copy
+them.
 
-A shared buffer is an anonymous file. The worker sends the buffer's file descriptor once, with the first batch in the
-buffer, and the parent keeps the buffer mapped. After the parent has freed its last tensor in a buffer, its next request
-reports the buffer as released, and the worker may reuse the buffer. Reuse is faster, because touching new pages costs
-more than copying data.
+A shared buffer is an anonymous file. The worker sends the buffer's file descriptor only once, with the first batch in
+the buffer, and the parent keeps the buffer mapped. After the parent has freed its last tensor in a buffer, its next
+request reports the buffer as released, and the worker may reuse the buffer. Reusing a buffer is faster, because
+touching new pages costs more than copying data.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class BatchLayout:
     """Layout of a serialized batch.
 
     Attributes:
-        index: the batch_index.
+        index: batch_index of the batch.
         places: start and end of each part in bytes. The first part is the pickle, and the column tensors follow.
-        batch_bytes: `FetchedBatch.size_bytes` of the batch. The size is sent because computing it again would visit
-            every object.
+        batch_bytes: `FetchedBatch.size_bytes` of the batch, which is sent because computing it again would require
+            visiting every object.
     """
 
     index: int
@@ -98,7 +98,7 @@ class BatchLayout:
 
 
 def lay_out(batch: FetchedBatch) -> tuple[BatchLayout, list[Bytes]]:
-    """Return the layout of a batch, and its parts in order.
+    """Return the layout of a batch, and the batch's parts in order.
 
     Raises:
         Exception: an object could not be pickled.
@@ -120,7 +120,7 @@ def lay_out(batch: FetchedBatch) -> tuple[BatchLayout, list[Bytes]]:
 def open_batch(layout: BatchLayout, data: Bytes) -> FetchedBatch:
     """Deserialize a batch.
 
-    The batch's tensors are views of `data`, so the buffer is not overwritten while these tensors exist.
+    The batch's tensors are views of `data`, so the underlying buffer is not overwritten while these tensors exist.
     """
     pickled, *tensors = (data[begin:end] for begin, end in layout.places)
     meta, content = pickle.loads(pickled.data, buffers=tensors)  # noqa: S301  (from a process of this program)
@@ -160,7 +160,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_inside(beside: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
-    """Return whether a buffer is stored inside the pickle. This is the case for buffers of NumPy arrays."""
+    """Return whether a buffer is stored inside the pickle, as the buffers of NumPy arrays are."""
     return not beside or buffer is not beside[-1]
 
 
@@ -176,7 +176,7 @@ class SharedBatch:
         layout: layout of the batch in the buffer.
         buffer_id: file descriptor of the buffer in the worker.
         buffer_bytes: size of the buffer in bytes.
-        is_new: whether the buffer is new. If the buffer is new, its descriptor is sent next.
+        is_new: whether the buffer is new, in which case its descriptor is sent next.
         retired: ids of buffers that the worker has closed.
     """
 
@@ -188,7 +188,7 @@ class SharedBatch:
 
 
 class SharedBufferWriter:
-    """Manages shared buffers in a worker. Only the worker's main thread may use the writer."""
+    """Writer of batches into a worker's shared buffers. Only the worker's main thread may use the writer."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
@@ -226,10 +226,10 @@ class SharedBufferWriter:
 
 
 class SharedBufferReader:
-    """Manages a worker's shared buffers in the parent process.
+    """Reader of a worker's shared buffers in the parent process.
 
     Args:
-        device: device to which batches are copied. If a device is specified, buffers are pinned for it.
+        device: device to which batches are copied and for which buffers are pinned, or None.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -239,12 +239,12 @@ class SharedBufferReader:
         self._released: deque[int] = deque()
 
     def open(self, shared: SharedBatch, descriptor: int | None) -> Bytes:
-        """Return the bytes of a buffer. The buffer is released when the last view or tensor of these bytes is freed.
+        """Return the bytes of a buffer, which is released when the last view or tensor of these bytes is freed.
 
         Args:
             shared: the batch in the buffer.
-            descriptor: descriptor of a new buffer, which this method closes. The descriptor is None if the buffer is
-                already mapped.
+            descriptor: file descriptor of a new buffer, which this method closes, or None if the buffer is already
+                mapped.
         """
         # The worker retires only released buffers, so no array uses these mappings anymore.
         for buffer_id in shared.retired:
@@ -303,7 +303,7 @@ class FetchRequest:
     Attributes:
         stream: number of the requesting stream.
         claim: arguments of the stream's claims.
-        batch_index: index of the batch.
+        batch_index: index of the batch to fetch.
         identity: identity that the batch must have, if known.
         released: ids of the worker's buffers that may be overwritten.
         step_times: breakdown of the trainer's last steps, which the client reports to the service.
@@ -319,7 +319,7 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A notification to a worker that batches of `stream` and of earlier streams are no longer wanted."""
+    """A message that tells a worker that batches of `stream` and of earlier streams are no longer wanted."""
 
     stream: int
 
@@ -329,10 +329,10 @@ class FetchReply:
     """A worker's reply to a request. Each request gets exactly one reply.
 
     Attributes:
-        content: the batch, an error, or the end marker. The content is None if the batch is no longer wanted. If a
-            batch is in a new buffer, the buffer's descriptor is sent next.
-        notes: activity of the worker's client since the previous reply, for the parent's probes.
-        spans: time spans of the stages of the fetch.
+        content: the batch, an error, the end marker, or None if the batch is no longer wanted. If a batch is in a new
+            buffer, the buffer's file descriptor is sent next.
+        notes: events of the worker's client since the previous reply, for the parent's probes.
+        spans: time spans of the stages of fetching the batch.
     """
 
     content: SharedBatch | ExceptionWrapper | End | None
@@ -342,7 +342,7 @@ class FetchReply:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """The parent's state for a worker process.
+    """The state that the parent keeps for a worker process.
 
     Attributes:
         process: the worker process.
@@ -350,10 +350,11 @@ class _Worker:
         needs_main: whether the process runs the main module on startup.
         buffers: shared buffers of the process.
         has_replied: whether the process has replied to any request.
-        last_received: event that is set when the reply to the latest request has been received, or lost with the
-            process. Replies arrive in the order of the requests, including replies for closed streams.
-        sending: lock for sending a message. The lock is reentrant, because a finalizer may close a fetcher during a
-            request.
+        last_received: event that is set when the reply to the latest request has been received, or has been lost
+            because the process ended. Replies arrive in the order of the requests, including replies for closed
+            streams.
+        sending: lock held while sending a message. The lock is reentrant, because a finalizer may close a fetcher
+            during a request.
     """
 
     process: BaseProcess
@@ -372,7 +373,7 @@ class _Worker:
             self.connection.send(message)
 
     def receive(self) -> tuple[FetchReply, Bytes | None]:
-        """Wait for the reply to a request. Return the reply, and the bytes of its batch, if any.
+        """Wait for the reply to a request, and return it with the bytes of its batch, if any.
 
         Raises:
             WorkerDiedError: the process has ended.
@@ -427,10 +428,10 @@ class WorkerPool:
 
 
 class WorkerFetcher:
-    """Fetches batches in a worker process. It is the counterpart of `BatchFetcher`. Only one thread may use a fetcher.
+    """A counterpart of `BatchFetcher` that fetches batches in a worker process. Only one thread may use a fetcher.
 
     Attributes:
-        fetched_until: one past the index of the last fetched batch.
+        fetched_until: index after the last fetched batch.
     """
 
     def __init__(
@@ -463,7 +464,7 @@ class WorkerFetcher:
             )
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int = 1) -> FetchedBatch | End:
-        """Wait for the requested batch or the end marker, and return it. After `close`, the wait ends promptly.
+        """Wait for the requested batch or the end marker, and return it. A call to `close` ends the wait promptly.
 
         `batch_count` is ignored. The worker claims only the requested batch, because other workers may fetch later
         batches.
@@ -471,7 +472,7 @@ class WorkerFetcher:
         Raises:
             StreamClosedError: the batch is no longer wanted.
             WorkerDiedError: the worker process has ended.
-            Exception: an error from the worker, with its original type.
+            Exception: an error was raised in the worker; its original type is preserved.
         """
         try:
             self._earlier.wait()
@@ -490,7 +491,7 @@ class WorkerFetcher:
         raise StreamClosedError
 
     def close(self) -> None:
-        """End the worker's call in progress, if any. The worker is then idle. Idempotent."""
+        """End the worker's call in progress, if any, after which the worker is idle. Idempotent."""
         self._worker.send(Stop(self._stream))
 
 
@@ -517,8 +518,8 @@ def _start_without_main(process: BaseProcess) -> None:
 
     With spawn and forkserver, a child process imports the main module under a different name, because pickled functions
     may be defined there. A script without `if __name__ == "__main__"` then runs a second time. `multiprocessing` has no
-    option to prevent this. Therefore, the main module is removed from this thread's preparation data while the process
-    starts.
+    option to prevent this. Therefore, while the process starts, the main module is removed from this thread's
+    preparation data.
     """
     with _starting:
         prepare, this_thread = multiprocessing.spawn.get_preparation_data, threading.get_ident()
@@ -551,13 +552,13 @@ def _end_workers(workers: Sequence[_Worker]) -> None:
 def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseContext:
     """Return the multiprocessing context for starting worker processes.
 
-    If another thread is inside a client's gRPC call during a fork, gRPC does not work in the child process. The
-    children of a fork server do not inherit this process's state.
+    If a thread is inside a client's gRPC call when the process forks, gRPC does not work in the child. The children of
+    a fork server avoid this problem, because they do not inherit this process's state.
 
     Args:
         name: "fork", "spawn", "forkserver", or a context. Defaults to forkserver, or to fork if forkserver is not
             available or the functions of the source cannot be pickled.
-        source: source of the batches.
+        source: source of the batches that the workers fetch.
     """
     if isinstance(name, BaseContext):
         return name
@@ -591,8 +592,8 @@ def run_worker(source: BatchSource, connection: Connection) -> None:
 class _Fetching:
     """The two threads of a worker process. The main thread fetches the requested batches in order and sends replies.
 
-    The second thread receives messages. If a batch is no longer wanted, this thread interrupts the waiting call. If the
-    parent process has ended, the second thread ends the worker process.
+    The second thread receives messages, and interrupts the waiting call if its batch is no longer wanted. If the parent
+    process has ended, the second thread ends the worker process.
     """
 
     def __init__(self, source: BatchSource, connection: Connection) -> None:
@@ -662,7 +663,7 @@ class _Fetching:
             send_handle(self._connection, content.buffer_id, os.getppid())
 
     def _fetcher_for(self, request: FetchRequest) -> BatchFetcher:
-        """Return the fetcher of the request's stream. Each stream uses its own client."""
+        """Return the fetcher for the request's stream. Each stream uses a separate client."""
         if self._fetching is None or self._fetching[0] != request.stream:
             self._end_fetcher()
             source = replace(self._source, request=request.claim)

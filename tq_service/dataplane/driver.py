@@ -1,14 +1,14 @@
-"""Puts to and gets from a storage service over gRPC, using the transport that best suits the size of each call.
+"""Puts to and gets from a storage service over gRPC, each with the transport that best suits its size.
 
 - Inline, for up to `INLINE_BYTES`: the call consists of a single message.
-- Shared memory, if the service is on the same host: the bytes of a streaming call are placed in shared memory. File
-  descriptors are sent over a Unix socket. Gets with an inline response also use shared memory.
+- Shared memory, if the service is on the same host: the bytes of a streaming call are placed in shared memory, whose
+  file descriptors are sent over a Unix socket. Gets with an inline response also use shared memory.
 - Bulk, for `BULK_BYTES` or more: the bytes of a streaming call are sent over separate connections.
 - Stream, if no other transport is available: the call sends a header, followed by frames.
 
-The asyncio and synchronous drivers share the steps of each operation. As in psycopg, the steps are generators that
-yield the calls to make. `async_run` or `run` makes these calls. Code that differs exists in both an asyncio and a
-synchronous version.
+The asyncio driver and the synchronous driver share the steps of each operation. As in psycopg, the steps are generators
+that yield the calls to make, and `async_run` or `run` makes these calls. Only the code that differs exists in both an
+asyncio and a synchronous version.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from tq_service.wire.mapping import Mapping
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Callable[[], Any], Any, T]
-"""A generator that yields the calls to make, receives the result of each call, and returns the overall result."""
+"""A generator that yields the calls to make, is sent the result of each call, and returns the overall result."""
 
 _SERVICE: Final = "/tq_service.v1.StorageService/"
 _LOST_STATUS: Final = "Internal error from Core"
@@ -73,7 +73,7 @@ _ASK_SECONDS: Final = 5.0
 _INLINE_TAG_BYTES: Final = 8  # size added by wrapping a GetRequest in a GetInlineRequest
 
 SHARED_FROM_BYTES: Final = 1 << 20
-"""Minimum size in bytes of a put over shared memory. The network is just as fast for smaller puts."""
+"""Minimum size in bytes for puts over shared memory. For smaller puts, the network is just as fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Allocated:
     Attributes:
         put: response of the storage service.
         mapping: memory for the put's bytes, with the columns laid out by `place_columns`.
-        lease: lease on the memory. The client may use the memory as long as this object exists.
+        lease: lease on the memory. The client may use the memory as long as this lease exists.
     """
 
     put: PutResponse
@@ -103,7 +103,7 @@ class Allocated:
 
 
 class AsyncDriver(Protocol):
-    """Interface for storing bytes in a storage service and reading them."""
+    """Interface for storing bytes in a storage service and reading them back."""
 
     async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
         """Store a put. The caller must then commit the put.
@@ -112,12 +112,12 @@ class AsyncDriver(Protocol):
 
         Args:
             header: header that describes the columns.
-            columns: columns including their bytes.
+            columns: columns to store, with their bytes.
             deadline: deadline for the call, including the time spent waiting for capacity.
 
         Raises:
             InvalidArgumentError: the header does not match the columns.
-            QuotaExceededError: the service lacks capacity.
+            QuotaExceededError: the service does not have enough capacity.
             UnavailableError: the service is unreachable, or the call was interrupted. The put can be retried.
         """
         ...
@@ -129,12 +129,12 @@ class AsyncDriver(Protocol):
 
         Args:
             request: request that lists the cells to get.
-            row_count: number of rows requested per column.
+            row_count: number of requested rows in each column.
             deadline: deadline for the call.
             size_bytes: total size of all values in bytes, or None if unknown.
 
         Raises:
-            DataLossError: the puts were stored by another instance of the service and are lost.
+            DataLossError: the puts were stored by another instance of the service, and are lost.
             PutNotFoundError: a put, or a cell in a put, does not exist.
             UnavailableError: the service is unreachable, or the call was interrupted. The get can be retried.
         """
@@ -142,7 +142,7 @@ class AsyncDriver(Protocol):
 
 
 async def async_run(steps: Steps[T]) -> T:
-    """Await each call that the steps yield, and return the result of the steps. Errors are raised inside the steps."""
+    """Await each call that the steps yield, and return the steps' result. Errors in a call are raised in the steps."""
     try:
         call = next(steps)
         while True:
@@ -158,7 +158,7 @@ async def async_run(steps: Steps[T]) -> T:
 
 
 def run(steps: Steps[T]) -> T:
-    """Make each call that the steps yield, and return the result of the steps. Errors are raised inside the steps."""
+    """Make each call that the steps yield, and return the steps' result. Errors in a call are raised in the steps."""
     try:
         call = next(steps)
         while True:
@@ -174,7 +174,7 @@ def run(steps: Steps[T]) -> T:
 
 
 def _call_here(call: Callable[..., T], *arguments: Any) -> T:
-    """Make a call in the current thread and return its result. The call may block."""
+    """Make a call, which may block, in the current thread, and return its result."""
     return call(*arguments)
 
 
@@ -202,20 +202,20 @@ def _send_as(metadata: Any) -> SendAs | None:
 class AsyncPutCall:
     """A put on an asyncio channel.
 
-    If the service rejects a call during a write, grpc's asyncio API loses the status of the call and reports INTERNAL,
-    "Internal error from Core". The first frame is therefore sent only after the service has granted capacity.
+    If the service rejects a call during a write, grpc's asyncio API loses the call's status and reports INTERNAL,
+    "Internal error from Core" instead. The first frame is therefore sent only after the service has granted capacity.
 
     Args:
         call: channel method that starts a put.
-        timeout: timeout of the call in seconds.
-        metadata: metadata of the call, such as the token.
+        timeout: timeout for the call in seconds.
+        metadata: metadata to send with the call, such as the token.
     """
 
     def __init__(self, call: Any, timeout: float, metadata: Metadata | None) -> None:
         self._stream = call(timeout=timeout, metadata=metadata)
 
     async def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header and return how to send the bytes. Return None if the call has ended; see `answer`."""
+        """Send the header, and return how to send the bytes, or None if the call has ended; see `answer`."""
         # If the channel is closed before a call has begun, the call ends but grpc never completes the first write.
         parts = in_parts(encode_part(header), "put")
         writing = asyncio.ensure_future(self._stream.write(parts[0]))
@@ -233,7 +233,7 @@ class AsyncPutCall:
             return None
 
     async def send(self, frames: Iterable[FrameParts]) -> None:
-        """Send frames until all frames are sent or the call ends. Call `answer` for the result or the error."""
+        """Send frames until all frames are sent or the call ends. Call `answer` to get the result or the error."""
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for frame in frames:
                 await self._stream.write(frame)
@@ -243,8 +243,8 @@ class AsyncPutCall:
 
         Raises:
             grpc.RpcError: the call failed.
-            UnavailableError: the call ended while frames were being sent, and the cause is unknown. A retry reveals the
-                cause.
+            UnavailableError: the call ended for an unknown reason while frames were being sent; a retry will show the
+                reason.
         """
         try:
             with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
@@ -271,7 +271,7 @@ class PutCall:
         self._stream: Any = None
 
     def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header and return how to send the bytes. Do not wait for capacity if only frames can be used."""
+        """Send the header, and return how to send the bytes. If only frames can be used, do not wait for capacity."""
         for part in in_parts(encode_part(header), "put"):
             self._messages.put(part)
         if not header.shared_memory_session and not header.takes_bulk:
@@ -310,14 +310,14 @@ def _chunks_of(columns: Sequence[Column]) -> Iterator[memoryview]:
 
 
 class _GrpcSteps:
-    """The steps of puts and gets on a channel. `storage` is the stub for unary calls to the storage service.
+    """The steps of puts and gets on a channel. The attribute `storage` is the service's stub for unary calls.
 
     Args:
         channel: channel to the storage service.
-        metadata: function that returns the call metadata with the token.
-        errors: context manager that converts exceptions raised by calls to TqError.
-        link: link for sharing memory with a service on this host. If None, bytes are sent over the network.
-        bulk: link to the service's bulk port. If None, all bytes are sent over the channel.
+        metadata: function that returns the metadata to send with each call, such as the token.
+        errors: function that returns a context manager, which converts exceptions raised by calls to TqError.
+        link: link for sharing memory with a service on this host, or None to send all bytes over the network.
+        bulk: link to the service's bulk port, or None to do without bulk connections.
     """
 
     # Set by subclasses: the class for put calls, the wrapper for blocking calls, and iter and next for streams.
@@ -348,7 +348,7 @@ class _GrpcSteps:
         self._sizes = AnswerSizes()
 
     def close(self) -> None:
-        """End the session and close the bulk connections. No new session or connection will be opened."""
+        """End the session, close the bulk connections, and prevent new sessions and connections."""
         self._link.close()
         self._bulk.close()
 
@@ -467,9 +467,9 @@ class _GrpcSteps:
             yield partial(self._in_thread, reader.receive_bulk, self._bulk, deadline)
 
     def _find_ways(self, deadline: Deadline, *, is_large: bool = False) -> Steps[None]:
-        """Ask the storage service for its socket and, before large transfers, for its bulk port, if the query is due.
+        """If due, ask the storage service for its socket and, before large transfers, for its bulk port.
 
-        If the service is on this host, a session is opened. The bulk port is probed in a background thread.
+        If the service is on this host, open a session. A background thread probes the bulk port.
         """
         if not self._link.is_due() and not (is_large and self._bulk.is_due()):
             return
@@ -504,7 +504,7 @@ class AsyncGrpcDriver(_GrpcSteps):
         return await async_run(self._putting(header, columns, deadline))
 
     async def allocate(self, header: PutHeader, deadline: Deadline) -> Allocated | None:
-        """Reserve service memory for the client to fill before the commit. Return None if memory cannot be shared.
+        """Reserve service memory that the client fills before the commit, or return None if memory cannot be shared.
 
         Raises the same errors as `put`.
         """
@@ -522,7 +522,7 @@ class AsyncGrpcDriver(_GrpcSteps):
     ) -> list[Received]:
         """Return the requested columns. See `AsyncDriver`.
 
-        If given, `placement` and `rows` provide the memory for the columns.
+        `placement` and `rows`, if given, provide the memory for the columns.
         """
         return await async_run(self._getting(request, row_count, deadline, size_bytes, placement, rows=rows))
 
@@ -555,6 +555,6 @@ class GrpcDriver(_GrpcSteps):
     ) -> list[Received]:
         """Return the requested columns. See `AsyncDriver`.
 
-        If given, `placement` and `rows` provide the memory for the columns.
+        `placement` and `rows`, if given, provide the memory for the columns.
         """
         return run(self._getting(request, row_count, deadline, size_bytes, placement, rows=rows))

@@ -1,6 +1,6 @@
-"""Receives the response to a get, from frames or shared memory, into memory that backs the caller's tensors.
+"""Receiving the response to a get, from frames or shared memory, into memory that backs the caller's tensors.
 
-Columns in shared memory are used in place if they are contiguous and large enough to justify keeping the memory
+Columns in shared memory are used in place if they are contiguous, and large enough to justify keeping the memory
 occupied:
 
     for the program    on a private mapping, until the program has deleted its tensors
@@ -42,7 +42,7 @@ Received: TypeAlias = tuple[ColumnShape, Bytes]
 
 
 class Placement(Protocol):
-    """Interface for providing memory for the columns of a get, instead of allocating new memory."""
+    """Interface for objects that provide the memory for the columns of a get, instead of new memory."""
 
     def device_of(self, column: ColumnShape) -> Device | None:
         """Return the device that a column will be copied to after the get, or None."""
@@ -54,7 +54,7 @@ class Placement(Protocol):
 
 
 class RowPlacement(Protocol):
-    """Interface for providing non-contiguous memory for the rows of a get."""
+    """Interface for objects that provide non-contiguous memory for the rows of a get."""
 
     def place(self, column: ColumnShape) -> ScatteredRows | None:
         """Return memory for the rows of a column, or None to place the rows contiguously."""
@@ -70,8 +70,8 @@ _MOST_REMEMBERED: Final = 1024
 class AnswerSizes:
     """A predictor of response sizes, based on the number of bytes per row in the last response with the same fields.
 
-    The batches of a task are usually similar. Only the storage service can determine the sizes of ragged rows, and
-    which rows are in shared memory. The first response for a set of fields is assumed to be small. If the response is
+    Only the storage service knows the sizes of ragged rows, and which rows are in shared memory. However, the batches
+    of a task are usually similar. The first response for a set of fields is assumed to be small; if it turns out to be
     large, the get needs an additional round trip.
     """
 
@@ -79,11 +79,11 @@ class AnswerSizes:
         self._row_bytes: dict[tuple[str, ...], float] = {}
 
     def expected_bytes(self, request: GetRequest, row_count: int) -> int:
-        """Return the predicted size in bytes of the values in the response."""
+        """Return the predicted total size of the values in the response, in bytes."""
         return int(self._row_bytes.get(_fields(request), 0.0) * row_count)
 
     def note(self, request: GetRequest, row_count: int, sent_bytes: int) -> None:
-        """Record the number of value bytes in a response."""
+        """Record the total size of the values in a response."""
         if len(self._row_bytes) >= _MOST_REMEMBERED:
             self._row_bytes.clear()
         self._row_bytes[_fields(request)] = sent_bytes / max(row_count, 1)
@@ -99,15 +99,15 @@ class AnswerReader:
 
     Args:
         row_count: number of rows requested.
-        placement: provider of memory for columns. If None, new memory is used, or shared memory in place.
-        rows: provider of memory for rows that are received or copied. If None, all rows are placed contiguously.
+        placement: provider of memory for columns. If None, columns use new memory, or stay in shared memory.
+        rows: provider of memory for rows that are received or copied, or None to place all rows contiguously.
 
     Attributes:
-        offer: offer of columns in shared memory, or None. The caller must call `receive_shared` before the get can
-            finish.
-        ticket: bulk ticket for the columns that are not in shared memory. The caller must call `receive_bulk` before
-            the get can finish. The ticket is None if these columns arrive in frames.
-        sent_bytes: total size in bytes of the values sent, excluding values in shared memory.
+        offer: offer of columns in shared memory, or None. If there is an offer, the caller must call `receive_shared`
+            before `finish`.
+        ticket: bulk ticket for the columns that are not in shared memory, or None if these columns arrive in frames. If
+            there is a ticket, the caller must call `receive_bulk` before `finish`.
+        sent_bytes: total size in bytes of the values that the service sends, excluding values in shared memory.
 
     All methods raise InternalError if the storage service violates the protocol.
     """
@@ -125,13 +125,13 @@ class AnswerReader:
 
     @property
     def places_next(self) -> bool:
-        """Whether processing the next message requires memory from the placement, which may take a long time."""
+        """Whether processing the next message requires memory from the placement, which may take long to provide it."""
         return self._placement is not None and self._receiver is None
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
         """Process the next message of the response."""
         if isinstance(part, Garbled):
-            raise InternalError(f"a storage service sent a message that could not be read: {part.reason}")
+            raise InternalError(f"a storage service sent an unreadable message: {part.reason}")
         with _agreement():
             if isinstance(part, memoryview):
                 self._started().write(part)
@@ -234,7 +234,7 @@ class AnswerReader:
     def _in_place(
         self, column: SharedColumn, mappings: Mappings[int, Mapping], pages: Sequence[Pages], lease: Lease
     ) -> Bytes | None:
-        """Return a column's values in place, or None if the column must be copied."""
+        """Return a column's values in shared memory, or None if the column must be copied."""
         (memory, start, size), *others = _slices(column)
         mapping, least_bytes = mappings[memory], mappings[memory].size * _LEAST_SHARE_IN_PLACE
         if others:
@@ -249,7 +249,7 @@ class AnswerReader:
         return None if pin is None else mapping.array(start, size, (lease, pin))
 
     def _check_offer(self, offer: SharedColumns) -> list[Pages]:
-        """Validate the slices of the offered columns, and return the range of used pages in each memory block."""
+        """Validate the slices of the offered columns, and return the range of pages used in each memory block."""
         ranges: dict[int, Pages] = {}
         for column in offer.columns:
             numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
@@ -279,7 +279,7 @@ class AnswerReader:
         return [ranges[number] for number in range(len(ranges))]
 
     def finish(self) -> list[Received]:
-        """Return the columns and their bytes, in the requested order."""
+        """Return the columns with their bytes, in the order in which they were requested."""
         with _agreement():
             sent = iter(self._started().finish())
         return [

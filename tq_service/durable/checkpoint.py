@@ -1,4 +1,4 @@
-"""Checkpoints. A checkpoint captures a service's state at one point in time, with all sample bytes, in one file.
+"""Checkpoints. A checkpoint stores a service's state at one point in time, including all sample bytes, in one file.
 
     PartitionPlan: groups cells into blocks --> CheckpointWriter: writes the blocks, then the state
     read_checkpoint: checks everything --> its blocks become puts --> relocate: partitions refer to these puts
@@ -90,8 +90,8 @@ def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
     """Return the path of a checkpoint file, given the checkpoint directory and a name chosen by the caller.
 
     The operator controls the directory and any symlinks in its path. Symlinks below the directory must not point
-    outside it. A process with write access to the directory could replace part of the path after this check, but a
-    caller cannot.
+    outside it. A process with write access to the directory could replace part of the path after it has been checked,
+    but a caller cannot.
 
     Raises:
         PreconditionError: the service has no checkpoint directory.
@@ -145,7 +145,7 @@ def checkpoint_names(checkpoint_dir: Path | None) -> list[str]:
 
 
 def read_facts(path: Path) -> CheckpointFacts:
-    """Read the summary at the start of a checkpoint file, and nothing else.
+    """Read only the summary at the start of a checkpoint file.
 
     Raises:
         SnapshotDamagedError: the file does not begin with a valid checkpoint header.
@@ -177,11 +177,11 @@ class Block:
     Attributes:
         partition_id: id of the partition that contains the cells.
         puts: puts that contain the cells, all from a single storage service.
-        runs: positions of the cells in these puts.
+        runs: positions of the cells in `puts`.
         global_indexes: global index of each cell's sample, of shape `(n,)`. If a cell has several extents, the index is
             repeated for each of them. For cells shared within groups, the array contains the index of each group's
             first sample, or -1 for a group without samples.
-        is_shared: whether the samples of a group share each cell.
+        is_shared: whether each cell is shared by all samples of a group.
         column_bytes: total size of each field's cells, in bytes. The mapping is empty until the cells are written.
     """
 
@@ -259,7 +259,7 @@ class PartitionPlan:
         )
 
     def _read_puts(self, table: TableSnapshot) -> None:
-        """Read the storage service and cell size of each put, by slot."""
+        """For each put slot, find the storage service and the average cell size."""
         self._puts: list[Put | None] = []
         numbers: dict[tuple[str, bytes], int] = {}
         storage_of: list[int] = []
@@ -276,7 +276,7 @@ class PartitionPlan:
     def _add_blocks(
         self, names: tuple[str, ...], cells: Indexes, indexes: Indexes, *, is_shared: bool = False
     ) -> Indexes:
-        """Divide the cells of fields with equal cell locations into blocks of a few MiB for each storage service.
+        """Divide the cells of fields with equal cell locations into blocks of a few MiB, each from one storage service.
 
         Return the location of each cell in the new blocks. `indexes` contains the global index of each cell's sample.
         """
@@ -399,7 +399,7 @@ class CheckpointWriter:
 
 
 def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Split byte chunks into pieces that each fit into one record."""
+    """Split byte chunks into pieces that each fit in one record."""
     for chunk in chunks:
         for start in range(0, len(chunk), _RECORD_BYTES):
             yield chunk[start : start + _RECORD_BYTES]
@@ -413,7 +413,8 @@ class Checkpoint:
         path: path of the checkpoint file.
         facts: summary at the start of the file.
         blocks: descriptions of the blocks, in file order.
-        state: state at the end of the file. The state's partitions refer to the blocks as puts, in file order.
+        state: state at the end of the file. In the state's partitions, the blocks take the place of puts, in file
+            order.
     """
 
     path: Path

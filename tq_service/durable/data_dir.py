@@ -113,10 +113,10 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def _locked(path: Path) -> int:
-    """Lock a directory. Return a file descriptor that holds the lock until it is closed or the process exits.
+    """Lock a directory. Return a file descriptor; closing the descriptor or exiting the process releases the lock.
 
     Args:
-        path: path of a permanent file that is used only for the lock.
+        path: path of a file that is used only for the lock and is never removed.
 
     Raises:
         DataDirError: another process holds the lock.

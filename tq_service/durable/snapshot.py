@@ -8,8 +8,8 @@ a dataclass and its class name, except for records that contain the bytes of blo
 
 Columns are identified by name. If a column is missing from the file, its fill value is used (see `Partition.restore`).
 An unknown column, record class or field indicates that a newer version wrote the file. The reader then raises
-NewerVersionError instead of treating the file as damaged. Falling back to an older snapshot would lose all later
-changes.
+NewerVersionError instead of treating the file as damaged. Falling back to an older snapshot could lose changes made
+since that snapshot.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def read_snapshot(path: Path) -> ServiceSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The first record of a file. In a checkpoint, blocks replace the puts and contain the bytes."""
+    """The first record of a file. In a checkpoint, blocks take the place of puts and contain the sample bytes."""
 
     format_version: int
     is_checkpoint: bool = False
@@ -227,7 +227,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecords:
-    """Entries to append to the lists of the same names in a `TaskSnapshot`."""
+    """Entries to append to the `TaskSnapshot` lists of the same names."""
 
     claims: list[Claim] = field(default_factory=list)
     names: list[tuple[str, bytes]] = field(default_factory=list)
@@ -380,7 +380,7 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
 
 
 def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str, bytes]]) -> NDArray[Any]:
-    """Return the given objects with tuples converted to puts.
+    """Return the given objects, with each tuple converted to a put.
 
     All puts in one storage service share a single copy of the service's name.
     """

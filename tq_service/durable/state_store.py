@@ -9,11 +9,11 @@ fast.
 A response is sent only once the state that it reports is durable. Servicers therefore await `wait_durable` before they
 respond.
 
-The two streams in the log share a single order. A put becomes durable no later than the change that refers to it,
-because the engine appends the put's record before the put can be committed. A put is removed no earlier than the change
-that frees it, because the engine learns of freed cells only after that change has been appended. If the controller and
-the storage service have separate logs, the order of their responses provides the same guarantee. A put is acknowledged
-only when it is durable, and cells are freed remotely only when the change that frees them is durable.
+The records of both streams form a single sequence in the log. A put becomes durable no later than the change that
+refers to it, because the engine appends the put's record before the put can be committed. A put is removed only after
+the change that frees it, because the engine learns of freed cells only once that change has been appended. If the
+controller and the storage service have separate logs, the order of their responses provides the same guarantee. A put
+is acknowledged only when it is durable, and cells are freed remotely only when the change that frees them is durable.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ _LAST_RETRY_SECONDS: Final = 600.0
 
 
 class Stream(enum.IntEnum):
-    """The source of a record in the log. Log files contain the stream's number.
+    """The source of a record in the log. The number of a stream is stored in the log files.
 
-    The two streams share a single order. A put is recorded before the change that refers to it, and its removal is
-    recorded after the change that frees it. A single sync makes records of both streams durable.
+    The records of both streams form a single sequence. A put is recorded before the change that refers to it, and its
+    removal is recorded after the change that frees it. A single sync makes records of both streams durable.
     """
 
     CHANGES = 1
@@ -178,7 +178,8 @@ class StateStore:
 
         Args:
             path: path of the directory.
-            sync: whether durable records survive a machine crash. If false, records survive only a process crash.
+            sync: whether durable records survive a machine crash. If false, records survive a process crash but not a
+                machine crash.
             accept_loss: whether to continue if the journal is damaged, discarding the damaged record and all later
                 records.
 
@@ -206,8 +207,8 @@ class StateStore:
         Raises:
             JournalDamagedError: a record is damaged or does not match the preceding state.
             NewerVersionError: a newer version wrote the newest snapshot or a record.
-            DataDirError: the directory contains data for a role that this service does not have. The next snapshot
-                would otherwise lose this data.
+            DataDirError: the directory contains data for a role that this service does not have. If the service started
+                anyway, its next snapshot would lose this data.
         """
         self._catalog, self._puts = catalog, puts
         started_at = time.perf_counter()
@@ -286,7 +287,7 @@ class StateStore:
         """Restore the newest intact snapshot. Return the snapshot's number and puts.
 
         A snapshot from a newer version is treated as intact, so startup fails with NewerVersionError. Falling back to
-        an older snapshot would lose later changes.
+        an older snapshot would lose all changes made since that snapshot.
         """
         damages: list[SnapshotDamagedError] = []
         for number in reversed(snapshot_numbers(self.data_dir.path)):
@@ -313,14 +314,14 @@ class StateStore:
             self._catalog.machine.log, self._catalog.machine.fatal = self, self.fatal
 
     def _replay(self, records: Iterable[Record], puts: list[bytes] | None = None) -> int:
-        """Replay records, but append storage engine records to `puts`. Return the total number of records."""
+        """Replay controller records and append storage engine records to `puts`. Return the total number of records."""
         count = 0
         for record in records:
             count += 1
             if record.stream not in _RECORD_SECONDS:
                 raise NewerVersionError(
-                    f"record {record.number} of the journal belongs to unknown stream {record.stream} because a "
-                    f"newer version wrote the record. Install that version."
+                    f"record {record.number} of the journal was written by a newer version (unknown stream "
+                    f"{record.stream}). Install that version."
                 )
             self._cost.add(Stream(record.stream), len(record.data))
             if record.stream == Stream.PUTS and puts is not None:

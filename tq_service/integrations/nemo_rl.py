@@ -1,4 +1,4 @@
-"""Adapter for NeMo-RL: a `DataPlaneClient` that uses the service, selected in NeMo-RL's configuration.
+"""Adapter for NeMo-RL: a `DataPlaneClient` that uses the service and can be selected in NeMo-RL's configuration.
 
 `docs/integrations/nemo_rl.md` describes the settings, and contains a patch that lets NeMo-RL's factory select a class
 by name.
@@ -70,7 +70,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
 
     @property
     def _used_client(self) -> tq.Client:
-        """The client, for calls after which `load_checkpoint` is no longer allowed."""
+        """The client, for use in calls after which `load_checkpoint` is no longer allowed."""
         self._is_clean = False
         return self._client
 
@@ -94,7 +94,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             num_samples: ignored, because a partition grows as needed.
             consumer_tasks: names of the tasks that may consume the partition.
             grpo_group_size: ignored, because NeMo-RL balances groups in its driver.
-            enums: names of text fields with few distinct values. The fields are stored as text, and values of other
+            enums: text fields with few distinct values, by name. Their values are stored as text, and values of other
                 types are rejected.
 
         Raises:
@@ -170,7 +170,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         """
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:
-            raise ValueError("get_data: select_fields and meta.fields are both None; name the fields in one of them")
+            raise ValueError("get_data: select_fields and meta.fields are both None; list the fields in one of them")
         return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
@@ -188,7 +188,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         """Put fields and tags of new or existing samples atomically.
 
         Returns:
-            References to the samples, with the fields and tags of the put.
+            References to the samples, with the names of the put fields and the tags.
         """
         if sample_ids and (fields is not None or tags is not None):
             data = None if fields is None else fields.detach()
@@ -216,7 +216,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             self._remembered_ids = max(_REMEMBERED_IDS, 2 * len(self._put_ids[partition_id]))
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        """Return fields of samples, in the order of the ids.
+        """Return the selected fields of samples, in the order of `sample_ids`.
 
         Rows of equal shape form a dense tensor; other rows form a nested tensor.
         """
@@ -228,7 +228,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return data
 
     def list_sample_ids(self, partition_id: str) -> list[str]:
-        """Return the sorted ids of the samples in a partition. Return an empty list if the partition does not exist."""
+        """Return the sorted ids of the samples in a partition, or an empty list if the partition does not exist."""
         samples, _ = self._used_client.lookup_samples(partition_id, missing_ok=True)
         return sorted(key for key in samples.keys or () if key)
 
@@ -259,7 +259,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             put_ids.pop(name, None)
 
     def save_checkpoint(self, checkpoint_dir: str | Path, *, metadata: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint of the service, and record its name in the directory.
+        """Write a checkpoint of the service, and record the checkpoint's name in `checkpoint_dir`.
 
         The checkpoint is named after the directory. The service, which must be started with `--checkpoint-dir`, writes
         the samples to its own checkpoint directory. Only a marker file is written to `checkpoint_dir`.
@@ -270,7 +270,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         (directory / _MARKER).write_text(json.dumps({"checkpoint": copy.name}))
 
     def load_checkpoint(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Replace the contents of the service with the checkpoint recorded in a directory. Return its metadata.
+        """Replace the service's contents with the checkpoint recorded in a directory, and return the metadata.
 
         Raises:
             FileNotFoundError: `save_checkpoint` did not write to this directory.

@@ -76,11 +76,11 @@ class StoredValue:
 
 
 def _received(*values: Any) -> StoredValue:
-    """Return the location of a value from its fields.
+    """Rebuild the location of a value from the values of its attributes.
 
-    This function is called when a location from another process is unpickled.
+    Unpickling a location that comes from another process calls this function.
 
-    The function also ensures that verl has an engine for refs to the value.
+    The call also ensures that verl has an engine for refs to the value.
     """
     _register(None)
     return StoredValue(*values)
@@ -113,7 +113,7 @@ class TqServiceStorageEngine:
         apply         ──> get and put: the result of calling a function on a value in this process
         release       ──> clear_samples
 
-    Any process may get and release values that were put by another process. As in verl's own engines, `release` frees
+    Any process may get and release values that other processes have put. As in verl's own engines, `release` frees
     values immediately, even if other processes still have refs to them.
 
     Several threads and forked processes may use the same engine. The engine connects on first use. A pickled engine
@@ -124,8 +124,8 @@ class TqServiceStorageEngine:
         partition_id: partition for new values. Refs to values in other partitions also work.
         namespace: namespace that separates runs that share a service. Defaults to `TQ_NAMESPACE`.
         ttl_seconds: seconds after which the service frees unreleased values. If None, values are never freed
-            automatically. The limit applies only if this engine creates the partition, which it does when it connects
-            or clears the partition.
+            automatically. The limit applies only if this engine creates the partition, as it does when it connects, and
+            when it clears the partition.
     """
 
     backend = BACKEND
@@ -189,14 +189,14 @@ class TqServiceStorageEngine:
 
         Raises:
             UnsupportedObjectError: the type of the object cannot be stored.
-            QuotaExceededError, ResourceExhaustedError: the service lacks capacity.
+            QuotaExceededError, ResourceExhaustedError: the service does not have enough capacity.
         """
         return self.put_many([value], key_hint=key_hint, spec=spec)[0]
 
     def put_many(self, values: Iterable[Any], *, key_hint: str | None = None, spec: Any = None) -> list[Ref]:
-        """Store values and return refs to them, in order. If a value cannot be stored, no value is stored.
+        """Store values and return refs to them, in order. If any value cannot be stored, no value is stored.
 
-        Large values are stored individually as the iterable yields them, so they need not all be in memory. Small
+        Large values are stored one by one as the iterable yields them, so they need not all be in memory at once. Small
         values with the same dtype share a put.
         """
         stored: dict[int, StoredValue] = {}
@@ -249,7 +249,7 @@ class TqServiceStorageEngine:
             at += column.value.row_count
 
     def get(self, ref: Ref) -> Any:
-        """Return the value of a ref, after applying the slice and operations of the ref.
+        """Return the value of a ref, after applying the ref's slice and operations.
 
         Raises:
             SampleNotFoundError, PartitionNotFoundError: the value was released or cleared. Both errors are KeyErrors.
@@ -265,7 +265,7 @@ class TqServiceStorageEngine:
 
         Args:
             refs: the refs. Several refs may select different rows of the same value.
-            apply_ops: whether to apply the slices and operations of the refs. If False, complete values are returned.
+            apply_ops: whether to apply the slices and operations of the refs, instead of returning complete values.
 
         Raises:
             SampleNotFoundError, PartitionNotFoundError, ValueError, DataLossError: see `get`.
@@ -318,7 +318,7 @@ class TqServiceStorageEngine:
         return self.get_rows_many([ref], rows)[0]
 
     def get_rows_many(self, refs: Sequence[Ref], rows: Any) -> list[Any]:
-        """Return rows from each of several values. If a tensor is stored by row, only the selected rows are fetched."""
+        """Return rows of several values. If a tensor is stored by row, only the selected rows are fetched."""
         numbers = np.asarray(rows)
         wanted = [_Wanted(ref, apply_ops=True, rows=numbers) for ref in refs]
         together: dict[Any, list[_Wanted]] = {}
@@ -336,7 +336,7 @@ class TqServiceStorageEngine:
 
         Args:
             old_engine: the engine that stores the values of the refs. Defaults to this engine.
-            refs: the refs, at least one. Rows are joined in the order of the refs.
+            refs: one or more refs, whose values are joined in this order.
 
         Raises:
             ValueError: there are no refs, a ref is None, or the values differ in dtype or row shape.
@@ -347,7 +347,7 @@ class TqServiceStorageEngine:
         return self.put(_consolidated(engine.get_many(list(refs))), key_hint="consolidated")
 
     def release(self, refs: Ref | Iterable[Ref | None]) -> None:
-        """Free the values of refs, even if other refs to the values exist. Values that are already freed are ignored.
+        """Free the values of refs, even if other refs to the values exist. Values already freed are ignored.
 
         Raises:
             ValueError: a ref belongs to a different backend. In this case, no value is freed.
@@ -398,12 +398,12 @@ def _engine_of(
 
 
 class _Wanted:
-    """A ref with the value to fetch for it.
+    """A ref, with the value to fetch for the ref.
 
     Attributes:
         value: location of the value.
         indexes: indexes of the samples to fetch.
-        alike: key that is equal for all refs that are fetched together.
+        alike: key that is equal for all refs whose values are fetched together.
         rows: the fetched rows of these samples; None before the fetch.
     """
 
@@ -439,7 +439,7 @@ class _Wanted:
         )  # fmt: skip
 
     def result(self) -> Any:
-        """Build and return the value from the fetched rows."""
+        """Build the value from the fetched rows, and return the value."""
         value: Any = self.rows if self.value.is_split else self.rows[0]
         if self.value.form == "array":
             value = value.numpy()
@@ -502,7 +502,7 @@ def _plain(dim: Any) -> Any:
 
 
 def _column_of(value: Any, partition_id: str) -> _Column:
-    """Convert a value to rows of a field. The field is determined by the dtype and the number of dimensions."""
+    """Convert a value to rows of the field for the value's dtype and number of dimensions."""
     form: Literal["tensor", "array", "object"] = "object"
     dtype, size_bytes = "", 0
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
@@ -533,7 +533,7 @@ def _joined(columns: Sequence[Any]) -> Any:
 
 
 def _each_row(column: Any) -> Sequence[Any]:
-    """Return the rows of a column. The column is a tensor, a nested tensor or a list."""
+    """Return the rows of a column, which is a tensor, a nested tensor or a list."""
     return column.unbind() if isinstance(column, torch.Tensor) else list(column)
 
 
@@ -544,7 +544,7 @@ def _consolidated(values: Sequence[Any]) -> Any:
         alike = {(each.dtype, tuple(each.shape[1:])) for each in values}
         if len(has_no_rows) > 1 or len(alike) > 1:
             shapes = [f"{each.dtype} {tuple(each.shape)}" for each in values[:8]]
-            raise ValueError(f"the values of refs are {shapes}; expected the same dtype and row shape for all values")
+            raise ValueError(f"the refs have values of {shapes}; expected the same dtype and row shape for all values")
         if kinds == {torch.Tensor}:
             return torch.stack(list(values)) if has_no_rows == {True} else torch.cat(list(values))
         return np.stack(values) if has_no_rows == {True} else np.concatenate(values)
@@ -621,12 +621,12 @@ def _clear_quietly(engine: TqServiceStorageEngine) -> None:
 
 
 def _register(engine: TqServiceStorageEngine | None) -> None:
-    """Register an engine with verl for refs with the backend of this module.
+    """Register an engine with verl, for refs whose backend is this module's `BACKEND`.
 
     If `engine` is None, register a new engine for `TQ_ADDRESS`, unless an engine is already registered.
 
-    verl looks up engines in a dict. The function that verl uses to release refs supports only verl's own backends, so
-    it is replaced here.
+    verl looks up engines in a dict. However, the function with which verl releases refs supports only verl's own
+    backends, so this module replaces that function.
     """
     from verl.experimental.neoproto import neo  # noqa: PLC0415  (verl's module imports the engine module)
     from verl.experimental.neoproto.storage import default  # noqa: PLC0415  (as above)

@@ -6,7 +6,7 @@ older data remains readable when a field with a default is added. If the data co
 states that a newer version wrote the data.
 
 Arrays are encoded as bytes. A range of consecutive integers is always encoded as two numbers, however long the range
-is. `compact` produces smaller encodings but takes longer. Object arrays may contain strings, tuples and None.
+is. `compact` makes an array's encoding smaller but takes longer. Object arrays may contain strings, tuples and None.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _encoded_fields(kind: Any) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that msgpack cannot pack into one that it can."""
+    """Convert a value that msgpack cannot pack to a value that msgpack can pack."""
     if isinstance(value, np.ndarray):
         return _packed_array(value)
     if not dataclasses.is_dataclass(value):

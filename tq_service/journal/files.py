@@ -20,10 +20,11 @@ snapshot and the segment that begins with it have the same number. After a snaps
 segment with the same number. Records are numbered consecutively across segments. Each frame has the number of its first
 record.
 
-The boundary between two segments also has a number. The earlier segment ends with a closing frame, which has an empty
+The boundary between two segments takes up one number. The earlier segment ends with a closing frame, which has an empty
 body, carries the boundary's number and announces the next segment. The next segment repeats the number in its file name
 and in its opening frame, which describes how the segment is written. If the process is killed, the current segment
-consists of complete frames, followed by at most one partial frame. Any other damage is caused by a power loss.
+consists of complete frames, followed by at most one partial frame. A power loss may
+cause other damage to bytes that were not synced.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class FileWriter:
         sync_path(self._path.parent)
 
     def abort(self) -> None:
-        """Remove the incomplete file. Do nothing after `commit`."""
+        """Remove the incomplete file. After `commit`, this method has no effect."""
         with contextlib.suppress(OSError):  # buffered bytes may not fit on a full disk
             self.file.close()
         with contextlib.suppress(OSError):
@@ -155,7 +156,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
     """Create a directory and its missing parents so that they survive a power loss.
 
     Args:
-        path: path of the directory.
+        path: directory to create.
         mode: permissions of the directory. New parent directories receive the default permissions.
 
     Raises:
@@ -195,7 +196,7 @@ class Break(Exception):  # noqa: N818  (caught by the reader, which raises an er
 
 
 def frame(number: int, parts: Iterable[bytes | bytearray | memoryview]) -> tuple[bytes, bytes]:
-    """Return the header and body of a frame. The body is copied from the parts."""
+    """Return the header and body of a frame. The parts are copied into the body."""
     body = b"".join(parts)
     checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
     return checked + _CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
@@ -250,7 +251,7 @@ class RecordWriter(FileWriter):
         self._unchecked_bytes = 0  # bytes written since the last check of free space
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """Append a record, given in one or more parts."""
+        """Append a record that consists of one or more parts."""
         head, body = frame(self.count, parts)
         self.file.write(head)
         self.file.write(body)
@@ -306,7 +307,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
 
 
 def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] = lambda _: 1) -> Iterator[list[Each]]:
-    """Yield values in lists with a total size of at least `least` each. The last list may be smaller."""
+    """Group values into lists with a total size of at least `least`. The last list may be smaller."""
     some: list[Each] = []
     size = 0
     for value in values:
@@ -353,7 +354,7 @@ def machine_boot_id() -> str:
 
 
 class SegmentWriter:
-    """A segment that is open for writing, used by one thread at a time. Methods raise OSError if they fail.
+    """A segment that is open for writing, used by at most one thread at a time. Methods raise OSError if they fail.
 
     Args:
         path: path of the file.
@@ -370,12 +371,12 @@ class SegmentWriter:
     def append(self, number: int, records: Sequence[NewRecord]) -> None:
         """Write a frame, or a closing frame if `records` is empty, in one system call.
 
-        If the call fails, undo the write.
+        If the call fails, undo any partial write.
         """
         self.write(*frame(number, packed(records)))
 
     def write(self, head: bytes, body: bytes) -> None:
-        """Write bytes in one system call. If the call fails, undo the write."""
+        """Write bytes in one system call. If the call fails, undo any partial write."""
         size = len(head) + len(body)
         try:
             written = os.pwritev(self._descriptor, [head, body], self._end)
@@ -445,7 +446,7 @@ class FoundSegment:
 
     @property
     def may_lose_tail(self) -> bool:
-        """Whether a power loss may have destroyed any of the unsynced bytes, not just the end of the file."""
+        """Whether a power loss may have destroyed unsynced bytes anywhere in the file, not just at its end."""
         return self.is_begun and not self.is_synced and self.machine_boot_id != machine_boot_id()
 
     @property
@@ -519,12 +520,13 @@ class FileBackend:
     record is durable once it is on disk.
 
     Args:
-        directory: existing directory for the files. No other process may write to this directory.
+        directory: existing directory that contains the segments. No other process may write to this directory.
         sync: whether to sync each write.
         accept_loss: whether `read` discards a damaged record and all later records instead of raising an error.
 
     Attributes:
-        last_number: number of the last record or opening frame read. The record after it receives the next number.
+        last_number: number of the last record or opening frame read. The next record to be written receives the number
+            after `last_number`.
     """
 
     group_bytes = 8 * 2**20
@@ -545,7 +547,7 @@ class FileBackend:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records from the segment with this number onward, or all records if the number is 0.
+        """Yield the records from segment `number` onward, or all records if `number` is 0.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.
@@ -644,11 +646,11 @@ class FileBackend:
                 _log.warning(LogMessage("removed a segment without records", file=segment.path.name))
                 segment.path.unlink()
             else:
-                _log.warning(LogMessage("quarantined a segment that comes after lost records", file=segment.path.name))
+                _log.warning(LogMessage("quarantined a segment that follows lost records", file=segment.path.name))
                 quarantine(segment.path, _LOST_SUFFIX)
 
     def _report(self, path: Path, at: int, problem: str) -> None:
-        """Raise JournalDamagedError. If lost records are acceptable, log the damage instead."""
+        """Raise JournalDamagedError, or only log the damage if lost records are acceptable."""
         place = f"{path}, byte {at}," if at else f"{path}"
         if not self._accept_loss:
             raise JournalDamagedError(
@@ -680,7 +682,7 @@ class FileBackend:
             path = segment_path(self._directory, number) if segment is None else segment.path
             raise DiskFullError(
                 f"the disk of the data directory {reason}: {path.name} cannot grow. No acknowledged data is lost. "
-                "Free some space; the service then resumes",
+                "Free some space so that the service can resume",
                 retry_after_seconds=_RETRY_SECONDS,
                 metadata={"path": str(path)},
             ) from error
@@ -729,7 +731,7 @@ class FileBackend:
         return segment
 
     def _with_reserve(self, write: Callable[[], T]) -> T:
-        """Call `write`. If the call fails, release the reserved space and call `write` again."""
+        """Call `write`. If `write` fails, release the reserved space and call `write` again."""
         try:
             return write()
         except OSError:
@@ -739,7 +741,7 @@ class FileBackend:
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether the disk was full and still has little free space, which is reserved for records that free space."""
+        """Whether the disk was full and is still low; the remaining space is reserved for records that free space."""
         if self._reserve.is_filled:
             return False
         if time.monotonic() >= self._look_at and self._segment is not None:

@@ -50,7 +50,7 @@ def packed(records: Sequence[NewRecord]) -> Iterator[bytes | bytearray]:
 
 
 def unpacked(body: bytes, number: int) -> Iterator[Record]:
-    """Yield the records in a group. `number` is that of the group's first record."""
+    """Yield the records in a group. `number` is the number of the group's first record."""
     at = 0
     while at < len(body):
         size, stream = _RECORD.unpack_from(body, at)
@@ -64,9 +64,9 @@ class LogBackend(Protocol):
 
     Attributes:
         is_blocking: whether `write` waits for a disk or the network and must therefore be called in a thread.
-        group_bytes: maximum total size of the groups joined into one write.
+        group_bytes: maximum total size, in bytes, of the groups joined into one write.
         segment_bytes: segment size that triggers an automatic rotation.
-        patience_seconds: time for which writes to an unreachable backend are retried before callers get an error.
+        patience_seconds: how long writes to an unreachable backend are retried before callers get an error.
     """
 
     is_blocking: bool
@@ -81,11 +81,11 @@ class LogBackend(Protocol):
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether to reject writes that enlarge the state, because little space is left."""
+        """Whether so little space is left that writes that enlarge the state must be rejected."""
         ...
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records that follow the rotation with this number, or all records if the number is 0.
+        """Yield the records that follow rotation `number`, or all records if `number` is 0.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.
@@ -93,7 +93,7 @@ class LogBackend(Protocol):
         ...
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Make a group durable, or begin a segment if `records` is empty. A retry passes the same arguments.
+        """Make a group durable, or begin a segment if `records` is empty. To retry, pass the same arguments again.
 
         Raises:
             DiskFullError, JournalUnreachableError: the write failed, but a retry may succeed.
@@ -102,15 +102,15 @@ class LogBackend(Protocol):
         ...
 
     def sync_rotated(self, number: int) -> None:
-        """Block until all data needed to read from this rotation onward can survive a power loss."""
+        """Block until all data needed to read from rotation `number` onward can survive a power loss."""
         ...
 
     def truncate_before(self, number: int) -> None:
-        """Delete records that are needed only when reading from a lower number. This call blocks."""
+        """Delete records that are not needed to read from `number` onward. This call blocks."""
         ...
 
     def close(self) -> None:
-        """Close all files and threads."""
+        """Close all files and stop all threads."""
         ...
 
 
@@ -149,9 +149,9 @@ class Log:
         self._committed = 0
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records that follow the rotation with this number, then start accepting new records.
+        """Yield the records that follow rotation `number`, then start accepting new records.
 
-        The number 0 yields all records.
+        If `number` is 0, all records are yielded.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.
@@ -198,10 +198,10 @@ class Log:
         return self._appended
 
     def rotate(self) -> int:
-        """Return the number for a snapshot of the current state. Reading from this number yields all later changes.
+        """Return the number to assign to a snapshot of the current state.
 
-        The snapshot may replace the previous snapshot only after `wait_durable` and `backend.sync_rotated` have
-        returned.
+        Reading from this number yields all later changes. The snapshot may replace the previous snapshot only after
+        `wait_durable` and `backend.sync_rotated` have returned.
         """
         self._check_open()
         self._end_group()
@@ -228,7 +228,7 @@ class Log:
         """Flush the log, unless it was abandoned, and close the backend.
 
         Raises:
-            TqError: the last records could not be made durable. The log is closed in any case.
+            TqError: the last records could not be made durable. The log is closed even if this error is raised.
         """
         try:
             if self._is_open and self.has_unflushed and self._abandoned is None:
@@ -256,7 +256,7 @@ class Log:
         """Wait until a record and all earlier records are durable. If `number` is None, wait for all appended records.
 
         Raises:
-            DiskFullError, JournalUnreachableError: the write failed, and the next call will retry it.
+            DiskFullError, JournalUnreachableError: the write failed, and the next call will retry the write.
             TqError: the records will never be durable. The process must exit, because its memory is ahead of the log.
         """
         number = self._appended if number is None else number
@@ -272,7 +272,7 @@ class Log:
         """Call `callback` when all records appended so far are durable.
 
         The callback runs either immediately or during a later `wait_durable`. Callbacks run in the order in which they
-        were passed. After `abandon`, no callback runs.
+        were registered. After `abandon`, no callback runs.
         """
         if not self.has_unflushed:
             callback()
@@ -309,7 +309,7 @@ class Log:
     # Committing
 
     def _commit_soon(self) -> Future[None] | None:
-        """Commit the queue. If the backend is blocking, return the future of the job that commits it."""
+        """Commit the queue. If the backend is blocking, return the future of the job that commits the queue."""
         self._check_open()
         self._end_group()
         if not self.backend.is_blocking:

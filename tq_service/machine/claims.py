@@ -79,7 +79,7 @@ class TaskForgotten(TaskChange):
     """A task without history was removed, because all its requests had been rejected."""
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return True, or None if the task has a history or was declared with the partition."""
+        """Return None if the task has a history or was declared with the partition, otherwise True."""
         is_declared = self.task_name in partition.settings.known_tasks
         return None if is_declared or not task.is_unused else True
 
@@ -192,7 +192,7 @@ class ClaimReleased(TaskChange):
         return None if rows is not None and claim.lease is not None and not positions.size else (claim, positions)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim | None, Indexes], step: Step) -> int:
-        """Release the samples, and return the number of live samples, which can be claimed again immediately."""
+        """Release the samples, and return how many of them are live and can therefore be claimed again immediately."""
         claim, positions = found
         if self.is_final:
             task.ended.add(self.request_id, step.at_seconds, is_expired=False)
@@ -242,7 +242,7 @@ class ClaimAcked(TaskChange):
 
 
 class ClaimExtended(TaskChange):
-    """The lease on a claim's unacknowledged samples was extended, and ends `lease_seconds` after this change."""
+    """The lease on a claim's unacknowledged samples was extended and now ends `lease_seconds` after this change."""
 
     request_id: bytes
     lease_seconds: float
@@ -394,7 +394,7 @@ class RanksRestarted(TaskChange):
         trained: batch_index of the last trained batch; -1 if no batch was trained.
         epoch: epoch of the old ranks. The epoch prevents a repeated call from restarting the ranks twice. The ranks
             have already restarted if this epoch has ended, the task has `dp_size` ranks, and no batch after `trained`
-            has been trained. If None, the ranks restart in any case.
+            has been trained. If None, the ranks always restart.
     """
 
     dp_size: int
@@ -402,7 +402,7 @@ class RanksRestarted(TaskChange):
     epoch: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return True, or None if the ranks have already restarted.
+        """Return None if the ranks have already restarted, otherwise True.
 
         Raises:
             StaleEpochError: the task has not reached `epoch`.
@@ -428,7 +428,7 @@ class RanksRestarted(TaskChange):
         return True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> tuple[int, int]:
-        """Restart the ranks, and return how many trained batches, with how many samples, are planned again."""
+        """Restart the ranks, and return how many trained batches and how many of their samples are planned again."""
         before = task.trained
         repeated = task.claim[task.rows_of_batches(self.trained, before)] != DROPPED
         later = task.rows_of_batches(min(before, self.trained), task.next_batch_index)
@@ -486,7 +486,7 @@ class GroupsKept(TaskChange):
     kept_groups: int | None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return True, or None if the value has not changed."""
+        """Return None if the value has not changed, otherwise True."""
         return None if task.kept_groups == self.kept_groups else True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
@@ -496,7 +496,7 @@ class GroupsKept(TaskChange):
 
 
 def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Indexes:
-    """Return the rows of a claim that are held slots and have no data, except in fields shared by a group."""
+    """Return the rows of a claim that are held slots without data. Data in fields shared by a group does not count."""
     if claim.lease is None or claim.lease.on_lost is None:
         return positions[:0]
     is_empty = partition.state[positions] == HELD
@@ -515,7 +515,7 @@ def acknowledge(partition: Partition, acked: Acked, step: Step) -> None:
 
 
 def finish_prompts(partition: Partition, acked: Acked, step: Step) -> None:
-    """Acknowledge finished prompts, which are prompts whose slots are all live."""
+    """Acknowledge the finished prompts, those whose slots are all live."""
     shared = SharedLease.of(partition, acked.task, acked.claim)
     if shared is not None and acked.claim is shared.slots.claim:
         shared.acknowledge_finished(shared.prompts.task.left(shared.prompts.claim), step)
@@ -549,7 +549,7 @@ def _consume(leased: Leased, positions: Indexes, step: Step) -> None:
 
 
 def _release(leased: Leased, positions: Indexes, step: Step) -> int:
-    """Release samples of a claim, remove slots without data, and return the number of released live samples."""
+    """Release samples of a claim, remove slots that have no data, and return the number of live samples released."""
     partition, task, claim = leased
     task.nack(claim, positions)
     empty = _without_data(partition, claim, positions)
@@ -610,7 +610,7 @@ class SharedLease(NamedTuple):
         return positions.reshape(self.prompts.claim.rows.size, -1)[np.isin(self.prompts.claim.rows, rows)]
 
     def _slots_of(self, rows: Indexes) -> Indexes:
-        """Return the positions of the given prompts' slots, except for cleared slots."""
+        """Return the positions of the given prompts' slots, without cleared slots."""
         positions = self._slots_by_prompt(rows).ravel()
         return positions[positions >= 0]
 
@@ -642,7 +642,7 @@ class SharedLease(NamedTuple):
             _release(self.slots, leased[~is_live], step)
 
     def remove_slots(self, rows: Indexes, step: Step) -> None:
-        """Remove all slots of the given prompts, with or without data."""
+        """Remove all slots of the given prompts, whether or not they have data."""
         if (positions := self._slots_of(rows)).size:
             step.tasks.append((self.slots.partition, self.slots.task.name))
             step.consumed[self.slots.partition] = None
@@ -725,7 +725,7 @@ def check_growing(partition: Partition, claim: LeasedClaim | None, positions: In
 
 
 class Acked(NamedTuple):
-    """The samples that a write acknowledges: a claim, and the positions of the samples that the claim still leases."""
+    """The samples that a write acknowledges, as a claim and the positions of the samples that it still leases."""
 
     task: TaskLedger
     claim: Claim
@@ -733,7 +733,7 @@ class Acked(NamedTuple):
 
 
 def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_gathered: bool) -> Acked | None:
-    """Find the samples that a write acknowledges, including samples dropped by the plan of the claim.
+    """Find the samples that a write acknowledges, including samples that the claim's plan dropped.
 
     Args:
         partition: partition that contains the samples.
@@ -742,7 +742,7 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
         is_gathered: whether the write combines several puts.
 
     Returns:
-        The samples to acknowledge, or None if all of the samples have already been acknowledged.
+        The samples to acknowledge, or None if all of them have already been acknowledged.
 
     Raises:
         LeaseExpiredError, PreconditionError, TaskNotFoundError: see `check_claim`.
@@ -812,9 +812,9 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
 def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | None) -> Indexes:
     """Return the positions of the given samples that still belong to a claim (see `TaskLedger.left`).
 
-    If `rows` is None, return all samples of the claim. Callers list all rows that the plan drops, even if they list
-    only some samples of the plan. A dropped row is therefore included if the remaining members of its group are
-    included. If no other members of the group remain, a dropped row is included if it is listed.
+    If `rows` is None, return all samples of the claim. Callers always list every row that the plan dropped, even when
+    they list only some of its samples. A dropped row is therefore returned only together with the remaining members of
+    its group. If no other members remain, it is returned if it is listed.
 
     Raises:
         InvalidArgumentError: the samples are only part of an indivisible group or of a claim without a lease, and the
@@ -852,7 +852,7 @@ def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | 
 
 
 def _group_ids(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes) -> Indexes:
-    """Return a group id for each row of a leased claim. Rows without an indivisible group have unique ids."""
+    """Return a group id for each row of a leased claim. Rows outside indivisible groups get unique ids."""
     block_size = None if claim.lease is None else claim.lease.group_block_size
     if claim.lease is None or block_size is None:
         return positions

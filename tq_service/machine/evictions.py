@@ -92,7 +92,7 @@ class UnitsEvicted(Change):
         return self.evicted.sizes.size
 
     def _unit(self, is_whole: bool, group: str | None, rollout: str | None) -> BatchUnit:
-        """Return the kind of an evicted unit. A rollout that belongs to no group counts as a group."""
+        """Return the kind of an evicted unit. A rollout without a group counts as a group."""
         if not is_whole:
             return "sample"
         return "rollout" if rollout and (self.evicted.unit == "rollout" or not group) else "group"

@@ -26,7 +26,7 @@ class VersionPublished(Change):
     rewind: bool = False
 
     def prepare(self, state: State) -> bool | None:
-        """Return True, or None if this version has already been published.
+        """Return None if this version has already been published, otherwise True.
 
         Raises:
             VersionError: the version is lower than the published version, but `rewind` is not set.
@@ -65,7 +65,7 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
 
     Args:
         state: state before the publication.
-        published: publication to check.
+        published: the new publication, which has not been applied yet.
         trained: batch_index of the last trained batch reported with the publication, by partition and task.
 
     Raises:
@@ -92,7 +92,7 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
 
 
 def _bounded(state: State, policy: str) -> Iterator[tuple[Partition, TaskLedger]]:
-    """Yield the partition and ledger of each task with outstanding work whose staleness is bounded by the policy."""
+    """Yield the partition and ledger of each task that has outstanding work and whose staleness the policy bounds."""
     for partition in state.partitions.values():
         admission = partition.settings.bounded_admission
         if admission is not None and admission.policy == policy:
@@ -107,7 +107,7 @@ class PolicyRemoved(Change):
     policy: str
 
     def prepare(self, state: State) -> bool | None:
-        """Return True, or None if the policy does not exist.
+        """Return None if the policy does not exist, otherwise True.
 
         Raises:
             PreconditionError: the policy bounds the staleness of outstanding work.

@@ -65,7 +65,7 @@ def remove_groups(partition: Partition, slots: Indexes, step: Step) -> None:
 
 
 def begin_groups(partition: Partition) -> None:
-    """Stop skipping rows when the first group is named, because blocks of rows no longer form groups."""
+    """Stop skipping rows once the first group is named, because blocks of rows then no longer count as groups."""
     for task in partition.tasks.values():
         if (taken := task.unskip()).size:
             partition.notify_rows(partition.table.index[taken])

@@ -151,7 +151,7 @@ class StateReplaced(Change):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleWrite:
-    """A write to samples that an Insert or Commit call requests.
+    """A write of samples, as requested by an Insert or Commit call.
 
     Attributes:
         row_count: number of samples.
@@ -707,7 +707,7 @@ def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, 
             raise PreconditionError(
                 f"field {spec.name!r} of sample {index} of partition {partition.partition_id!r} has "
                 f"{int(counts.max())} extents; expected fewer than {MOST_EXTENTS} before an append. Put the entire "
-                f"field, which merges the extents into one, and append in larger steps",
+                f"field to merge the extents into one, and append in larger steps",
                 reason="TOO_MANY_EXTENTS",
                 metadata={
                     "partition_id": partition.partition_id,
@@ -793,8 +793,9 @@ def _check_start_version(partition: Partition, columns: Sequence[MetaColumn]) ->
     bounded = partition.settings.bounded_admission
     if bounded is not None and any(column.name == START_VERSION for column in columns):
         raise InvalidArgumentError(
-            f"custom_meta contains {START_VERSION!r}, where partition {partition.partition_id!r} stores the version "
-            f"of each sample's slot for the max_staleness of task {bounded.task_name!r}; use another name",
+            f"custom_meta contains {START_VERSION!r}, but partition {partition.partition_id!r} reserves this column: "
+            f"it stores the version of each sample's slot, which the max_staleness of task {bounded.task_name!r} "
+            "requires. Use another name",
             field="custom_meta",
         )
 

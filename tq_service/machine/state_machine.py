@@ -1,14 +1,14 @@
-"""The state machine, which applies every change to the state of the controller.
+"""The state machine that applies all changes to the controller's state.
 
     group:  prepare -> encode -> apply each change; the last change records the response to the request
             -> append the group to the log as a unit
             -> pass the consequences to the listener: freed cells, started leases, wake-ups
 
 A group contains the changes made in one iteration of the event loop. `prepare` validates a change without modifying the
-state, so a change that is rejected or cannot be encoded has no effect. An error while a change is being applied is
-fatal. In this case, the group is discarded, and the process stops using its state, which may be inconsistent. The log
-therefore contains exactly the applied changes, and replaying the log after a restart restores the state. The
-consequences of a change concern only the process that made the change, so replay ignores these consequences.
+state, so a change that is rejected or cannot be encoded has no effect. After an error while a change is being applied,
+the group is discarded, and the process stops using its state, which may be inconsistent. The log therefore contains
+exactly the applied changes, and replaying the log after a restart restores the state. The consequences of a change
+concern only the process that made the change, so replay ignores them.
 
 The design follows the replicated state machine described in Ongaro and Ousterhout, "In Search of an Understandable
 Consensus Algorithm", 2014, section 2.
@@ -73,8 +73,8 @@ def merged(*snapshots: Iterable[Entry]) -> list[Entry]:
 class IdempotencyCache:
     """Responses to mutating requests, by request_id. Each response is kept as long as a client may retry the request.
 
-    Rejected requests are not recorded, because they change nothing and a retry may succeed. The age of a response is
-    measured from the time of the request's step, so a restart does not extend the lifetime of a response.
+    Rejected requests are not recorded, because they change nothing and a retry may succeed. A response's age is
+    measured from the time of the request's step, so a restart does not extend the response's lifetime.
 
     Attributes:
         used_bytes: approximate memory usage of the responses, in bytes.
@@ -262,8 +262,8 @@ class Step:
         created: new partitions.
         cleared: removed partitions.
         written: rows that were added or written, as pairs of a partition and global indexes.
-        removed: rows that were removed, each entry with the partition, global indexes and keys. The keys are None if
-            the partition does not use keys.
+        removed: rows that were removed, as tuples of partition, global indexes and keys. The keys are None if the
+            partition does not use keys.
         tasks: tasks that progressed, as pairs of a partition and a task name. The name None means all tasks of the
             partition.
         policies: names of policies that were removed or have a new version.
@@ -400,7 +400,7 @@ class StateMachine:
         log: log to which changes are appended. None if changes are not being logged, for example during recovery.
         fatal: function called with a reason and an error when the state can no longer be used.
         listener: function called with the consequences of a group after the group has been appended to the log.
-        refusal: function that returns the error to raise for each change. None if changes are accepted.
+        refusal: function that returns the error with which to reject a change. None if changes are accepted.
     """
 
     def __init__(self, state: State) -> None:

@@ -4,8 +4,8 @@ In messages and in docs/engines.md, an object store is called an engine. To add 
 client uses asyncio, or `BlockingObjectStore` if the client blocks, and register the module as an entry point.
 
 An object is written once, under a name that was never used before, and is stored either completely or not at all.
-Objects are always read from the beginning. Backends offer different and weaker guarantees, but every store must fulfill
-the following contract, which `tests/objects/test_contract.py` checks:
+Objects are always read from the beginning. Backends themselves often guarantee less, but every store must fulfill the
+following contract, which `tests/objects/test_contract.py` checks:
 
 - A name is used for only one attempt by one writer. Therefore, no writer encounters a partial object or a reservation
   that a killed writer left under the same name.
@@ -74,7 +74,7 @@ class ObjectMissingError(DataLossError):
     """Raised if no complete object has the given name.
 
     The object was never put, is only partially written, was removed, or lost all its copies. Clients receive a
-    `DataLossError`, because the service reads only acknowledged objects.
+    `DataLossError` instead, because the service reads only objects that were acknowledged.
     """
 
 
@@ -83,8 +83,8 @@ class Abilities:
     """Guarantees and capabilities of an object store.
 
     Attributes:
-        survives: worst failure that an acknowledged object survives: the end of the writer's process, the loss of a
-            node, or a power failure on all nodes.
+        survives: worst failure that an acknowledged object survives. Possible failures are the end of the writer's
+            process, the loss of a node, and a power failure on all nodes.
         fixed_copies: number of copies per object, if the store determines this number. Callers cannot require more
             copies. None if the caller of `put` determines the number of copies.
         lists_names: whether the store supports `list_names` and reads only names with the given prefix. If False,
@@ -110,7 +110,7 @@ class ObjectStore(ABC):
     @property
     @abstractmethod
     def abilities(self) -> Abilities:
-        """Guarantees and capabilities of the store, which are available even before `open`."""
+        """Guarantees and capabilities of the store. This attribute can be read even before `open` is called."""
 
     @abstractmethod
     async def open(self, node: str, offered_bytes: int) -> None:
@@ -177,7 +177,7 @@ class ObjectStore(ABC):
         """Remove objects, including partially written ones, unless they are leased. Removal is never forced.
 
         Returns:
-            Names to retry after a second, because their objects are leased or still being written, or the store did not
+            Names to retry after a second. The named objects are leased or still being written, or the store did not
             confirm their removal.
 
         Raises:
@@ -212,8 +212,8 @@ class BlockingObjectStore(ObjectStore):
     """An object store whose client blocks. The store runs each call in a thread, with a time limit.
 
     For each public call, a subclass implements a blocking method with the same name and a leading `_`. These methods
-    may run concurrently once `_connect` has returned. If a method raises an exception other than `TqError`, `_error`
-    converts it to a service error.
+    may run concurrently once `_connect` has returned. If a method raises any exception but a `TqError`, `_error`
+    converts the exception to a service error.
 
     Args:
         url: URL of the store. The settings `threads` and `timeout_seconds` in the URL override the arguments below.
@@ -254,7 +254,7 @@ class BlockingObjectStore(ObjectStore):
 
     @abstractmethod
     def _read(self, name: str, landing: Landing) -> None:
-        """Write as many of an object's first bytes to `landing` as fit."""
+        """Write the first bytes of an object to `landing`, as many as fit."""
 
     @abstractmethod
     def _copies(self, names: Sequence[str]) -> list[int]:
@@ -269,7 +269,7 @@ class BlockingObjectStore(ObjectStore):
         """Return the size of an object in bytes, excluding the header."""
 
     def _close(self) -> None:
-        """Close the client. The default does nothing, because many clients keep no connection open."""
+        """Close the client. By default, do nothing, because many clients keep no connection open."""
 
     def _error(self, error: Exception) -> TqError:
         """Convert a client exception to a service error."""
@@ -315,7 +315,7 @@ class BlockingObjectStore(ObjectStore):
         return await self._in_thread(call)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        """Run a call in a thread. If cancelled, wait for the call to end, because it may use the caller's memory."""
+        """Run a call in a thread. If cancelled, wait until the call ends, because it may use the caller's memory."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.timeout_seconds
         try:
@@ -363,7 +363,7 @@ class BlockingObjectStore(ObjectStore):
 
 
 class Landing:
-    """Memory of a caller, which a thread fills while the caller waits."""
+    """Memory that belongs to a caller and that a thread fills while the caller waits."""
 
     def __init__(self, name: str, into: memoryview) -> None:
         self._name = name
@@ -427,7 +427,7 @@ def fill(into: memoryview, views: Sequence[memoryview]) -> None:
 
 
 def size_of(name: str, header: Buffer) -> int:
-    """Return the object size recorded in a header. The size excludes the header itself.
+    """Return the object size recorded in a header, excluding the header itself.
 
     Raises:
         ObjectMissingError: the object is shorter than a header and therefore only partially written.
@@ -446,7 +446,7 @@ def check(name: str, header: Buffer, data: memoryview) -> None:
     """
     size, checksum = _parse(name, header)
     if len(data) > size:
-        raise DataLossError(f"object {name} has {size} bytes; expected at least {len(data)}. Another put wrote it")
+        raise DataLossError(f"object {name} has {size} bytes; expected at least {len(data)}. A different put wrote it")
     if len(data) == size and _checksum([data]) != checksum:
         raise DataLossError(
             f"the {size} bytes of object {name} do not match their checksum; this copy is corrupt or truncated"
@@ -461,7 +461,7 @@ def _parse(name: str, header: Buffer) -> tuple[int, int]:
         )
     magic, size, checksum = _HEADER.unpack(bytes(header[:HEADER_BYTES]))
     if magic != _MAGIC:
-        raise DataLossError(f"object {name} begins with {magic!r}; expected {_MAGIC!r}. Another program wrote it")
+        raise DataLossError(f"object {name} begins with {magic!r}; expected {_MAGIC!r}. A different program wrote it")
     return size, checksum
 
 
@@ -517,7 +517,7 @@ class EngineUrl:
         return self._options.get(name, default)
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
-        """Return a setting that must be one of the given values."""
+        """Return a setting whose value must be one of `choices`."""
         value = self.text(name, default)
         if value not in choices:
             raise self._wrong(name, value, f"one of {', '.join(choices)}")
@@ -549,7 +549,7 @@ class EngineUrl:
         return value in _TRUE
 
     def secret(self, name: str, variable: str) -> str | None:
-        """Return a secret from the file named by the setting `<name>_file`, otherwise from an environment variable.
+        """Return a secret from the file in the setting `<name>_file`, or from an environment variable if it is not set.
 
         Raises:
             InvalidArgumentError: the file cannot be read.
@@ -573,7 +573,7 @@ class EngineUrl:
             ) from error
 
     def check_all_used(self) -> None:
-        """Check that the store has read all settings in the URL. Any setting that was not read is unknown.
+        """Check that the store has read all settings in the URL. Settings that it has not read count as unknown.
 
         Raises:
             InvalidArgumentError: the URL contains unknown settings.
@@ -590,7 +590,7 @@ class EngineUrl:
 
 
 ENTRY_POINT_GROUP: Final = "tq_service.object_stores"
-"""Entry point group for third-party stores. Names are URL schemes, and values are functions that create stores."""
+"""Entry point group for third-party stores. Each entry point maps a URL scheme to a function that creates a store."""
 
 _BUILT_IN: Final[dict[str, tuple[str, str, str]]] = {
     # scheme: module, class, and extra that installs the packages imported by the module

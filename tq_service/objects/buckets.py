@@ -1,9 +1,9 @@
-"""Storage of objects in buckets (S3, Google Cloud Storage or Azure), directories or memory through `obstore`.
+"""Storage of objects through `obstore`, in buckets (S3, Google Cloud Storage or Azure), directories or memory.
 
 An object is written with a single conditional put (`If-None-Match` or similar), which fails if the name already exists.
-An object is therefore stored either completely or not at all. The store determines the number of copies. Files in
-directories are written by this module itself, because `obstore` 0.12 links a file to its name without syncing. A power
-failure could therefore leave an acknowledged object empty.
+An object is therefore stored either completely or not at all. The store determines the number of copies. This module
+writes files in directories itself, because `obstore` 0.12 links a file to its name without syncing it. A power failure
+could then leave an acknowledged object empty.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NAME: Final = re.compile(f"{_SEGMENT}(/{_SEGMENT})*")
 
 
 class BucketObjects(BlockingObjectStore):
-    """A store of objects in any backend supported by `obstore`."""
+    """An object store in any backend that `obstore` supports."""
 
     engine = "obstore"
 
@@ -149,7 +149,7 @@ class BucketObjects(BlockingObjectStore):
 
 
 class DirectoryObjects(BucketObjects):
-    """A store of objects as files in a directory on a shared file system (NFS, Lustre, GPFS) or a local disk.
+    """An object store that keeps files in a directory, on a shared file system (NFS, Lustre, GPFS) or a local disk.
 
     An object is written to a temporary file, which is synced and then linked to the object's name. Linking fails if the
     name already exists, even on network file systems. The setting `survives` in the URL describes the file system. If

@@ -1,4 +1,4 @@
-"""Storage of objects in the memory of other nodes by Mooncake Store (extra `mooncake`), over TCP or RDMA.
+"""Storage of objects in the memory of other nodes through Mooncake Store (extra `mooncake`), over TCP or RDMA.
 
 The URL is `mooncake://MASTER:50051?host=ADDRESS`. This module works around the following pitfalls of Mooncake, which
 were observed in tests:
@@ -12,7 +12,8 @@ were observed in tests:
   returns the names of leased objects.
 - Checksums do not cover partial reads. After a partial read, this module checks that the object still exists, which
   proves that the object's memory was not reused.
-- Calls block for seconds if no master is available. This module runs calls in threads and reuses registered memory.
+- Calls block for seconds if no master is available. This module therefore runs calls in threads. The module also reuses
+  registered memory.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ _MEANINGS: Final = {
 
 
 class MooncakeObjects(BlockingObjectStore):
-    """A store of objects in Mooncake Store.
+    """An object store in Mooncake Store.
 
     The URL contains the address of the master. For highly available masters, the URL contains the addresses of etcd:
     `mooncake://etcd:HOST:2379,HOST:2379`.
@@ -209,7 +210,7 @@ class MooncakeObjects(BlockingObjectStore):
 
     @contextmanager
     def _staging(self, size: int) -> Iterator[_Staging]:
-        """Provide registered memory for a call, as a context manager. If the call hangs, its memory remains in use."""
+        """Lend registered memory to the call in a `with` block. If the call hangs, its memory remains in use."""
         buffer = self._staged.pop() if self._staged else None
         if buffer is None or len(buffer.view) < size:
             if buffer is not None:

@@ -40,7 +40,7 @@ class Remover:
         return len(self._names)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Queue objects for removal without waiting for the removal."""
+        """Queue objects for removal, and return immediately."""
         self._names.update(dict.fromkeys(names))
         self._wanted.set()
 
@@ -55,7 +55,7 @@ class Remover:
                 self._wanted.set()
 
     async def _remove_all(self) -> bool:
-        """Try to remove each pending object once. Return whether all objects were removed.
+        """Try to remove each pending object once, and return whether all of them were removed.
 
         If a call fails, the attempt continues with the remaining objects. After several failures, the attempt ends
         early, because the store is probably down.

@@ -75,7 +75,7 @@ class PrometheusProbe:
         self._fetches.observe(seconds)
 
     def received(self, size_bytes: int) -> None:
-        """Add bytes received from storage services."""
+        """Add the number of bytes received from storage services."""
         self._fetched.inc(size_bytes)
 
     def put(self, seconds: float, size_bytes: int) -> None:

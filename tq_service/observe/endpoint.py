@@ -1,4 +1,4 @@
-"""The HTTP server that Prometheus scrapes. It runs in separate threads, so slow peers cannot block the event loop.
+"""The HTTP server that Prometheus scrapes. The server uses separate threads, so slow peers cannot block the event loop.
 
 The server handles GET and HEAD requests for /metrics. Depending on the Accept header, it responds in Prometheus's text
 format or in OpenMetrics. Metrics are collected on the event loop and converted to text in the request's thread.
@@ -45,8 +45,8 @@ class Access:
 
     Attributes:
         context: function that returns the TLS context for the next connection, or None for plaintext.
-        refusal: function that returns the reason to refuse a request, or None to allow it. Its arguments are the
-            Authorization header ("" if absent) and the peer's address. The function must be thread-safe.
+        refusal: function that returns the reason to refuse a request, or None to allow it. The function's arguments are
+            the Authorization header ("" if absent) and the peer's address. The function must be thread-safe.
     """
 
     context: Callable[[], ssl.SSLContext] | None = None
@@ -69,7 +69,7 @@ class Endpoint:
         places: semaphore that limits the number of concurrent connections.
 
     Raises:
-        OSError: the address is in use or the system refuses to listen on it.
+        OSError: the address is in use, or the system does not allow the process to listen on it.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Endpoint:
         self._thread.start()
 
     async def close(self) -> None:
-        """Close the port, but complete the requests in progress."""
+        """Close the port, but let requests in progress complete."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
 
@@ -135,7 +135,7 @@ class _Collected(CollectorRegistry):
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """Return the given metrics."""
+        """Return the registry's fixed list of metrics."""
         return self._metrics
 
 

@@ -115,7 +115,7 @@ class Instruments:
 
 
 class TimedRunner:
-    """A wrapper that measures how long a sampler runner's runs take, ignoring runs that return no plan.
+    """A sampler runner that measures the durations of another runner's runs, ignoring runs that return no plan.
 
     Args:
         runner: runner to wrap.

@@ -269,7 +269,7 @@ class ServiceMetrics:
     Attributes:
         parts: functions, such as `of_storage`, that each return the metrics of a component.
         leads: function that returns whether this controller leads its cluster. Only the leader exposes shared state
-            such as partitions, so that sums over all controllers do not count the state several times.
+            such as partitions, so that sums over all controllers do not count the state more than once.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ A task that keeps groups together evicts entire groups. A task that accepts inco
 individually. Such a task also evicts the rest of a group if no members, or fewer than `least_members`, are left. A
 group is not evicted while more members may be put, or while a member is held, leased, or delivered to the task.
 
-`small_groups` finds candidates, which may take a long time. `units` decides which candidates to evict, and must be
-called in the step that performs the eviction. `lowest_units` finds the units that new samples replace
+`small_groups` finds candidates; this search may take a long time. `units` decides which candidates to evict, and must
+be called in the step that performs the eviction. `lowest_units` finds the units that new samples replace
 (`Admission.overflow`).
 """
 
@@ -93,7 +93,8 @@ class EvictionSearch:
     def units(self, candidates: Indexes) -> Evicted | None:
         """Return the units to evict now, or None if no unit must be evicted.
 
-        The returned units contain the first candidates that must be evicted.
+        The result contains the units of the first candidates that must be evicted, so later calls may return more
+        units.
 
         Args:
             candidates: global indexes of candidates, without duplicates.
@@ -122,7 +123,7 @@ class EvictionSearch:
         )
 
     def _groups(self, grouping: Grouping, positions: Indexes) -> Evicted | None:
-        """Return the groups, or single members of groups, to evict among the given samples, or None if none qualify."""
+        """Return the groups or single group members to evict among the given samples, or None if none qualify."""
         members = grouping.members_of(np.unique(grouping.ids(positions)))
         members = members[self._partition.state[members] != CLEARED]
         state, claims = self._partition.state[members], self._task.claim[members]
@@ -241,7 +242,7 @@ def _unit_ids(partition: Partition, positions: Indexes, unit: BatchUnit) -> Inde
 def _priorities(partition: Partition, column: str, positions: Indexes) -> NDArray[np.float64]:
     """Return the priorities of the rows, as an array of shape `(n,)`.
 
-    A row without a number in the priority column has an infinite priority.
+    Rows without a number in the priority column have infinite priority.
     """
     values, present = partition.meta.typed(column, positions)
     if not column or values.dtype.kind not in "bif":

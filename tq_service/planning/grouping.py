@@ -1,7 +1,7 @@
 """Groups and row order: group members, the groups that can be delivered, and the order defined by `order_by`.
 
 No state is kept between claims. A selection algorithm finds the first rows in an order without sorting all rows.
-Strings are compared a few thousand at a time, because comparing strings, unlike numbers, holds the interpreter lock.
+Strings are compared a few thousand at a time, because comparing strings (unlike numbers) holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TEXTS_AT_ONCE: Final = 1 << 12  # strings per sort; a sort takes a few millisec
 
 
 def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
-    """Return the place of each index in its run of consecutive indexes, and the length of each index's run.
+    """For each index, return its place in its run of consecutive indexes, and the length of that run.
 
     Both arrays have shape `(n,)`. Places start at 0.
     """
@@ -44,7 +44,7 @@ def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
     """For each index, return the first index of its group, or -1 if the index belongs to no group.
 
     The result has shape `(n,)`. Indexes must be ascending. A group consists of `size` consecutive indexes and starts as
-    early as possible. For example, the indexes 1, 2, 3, 5, 6 and the size 2 result in the groups (1, 2) and (5, 6).
+    early as possible. For example, the indexes 1, 2, 3, 5 and 6 form the groups (1, 2) and (5, 6) if the size is 2.
     Adding larger indexes never changes a group.
     """
     place, length = run_lengths(indexes)
@@ -59,8 +59,8 @@ class Grouping:
     own group. Otherwise, the groups are blocks of `block_size` consecutive indexes, or single rows if no block size is
     given.
 
-    If the unit is "rollout", the groups are the rollouts, and each row without a rollout is its own group. In this
-    case, blocks are not used.
+    If the unit is "rollout", the groups are the rollouts, each row without a rollout is its own group, and blocks are
+    not used.
 
     Members that have failed, were cleared, or were dead-lettered by the task count as lost. If a group has lost
     members, the remaining members are delivered only if `take_incomplete` is set.
@@ -98,7 +98,7 @@ class Grouping:
 
     @classmethod
     def of_code(cls, partition: Partition, task: TaskLedger, code: int) -> Grouping:
-        """Create the grouping specified by a value of the property `code`."""
+        """Create the grouping that a value of the property `code` stands for."""
         return cls(partition, task, max(code, 0) or None, unit="rollout" if code == KEPT_ROLLOUTS else "group")
 
     def check(self) -> None:
@@ -185,7 +185,7 @@ class Grouping:
         return np.where(self.is_complete(ids, no_more=no_more), needed, -1) if self._groups.in_use else needed
 
     def is_complete(self, ids: Indexes, *, no_more: bool) -> NDArray[np.bool_]:
-        """Return a mask of the groups that cannot receive more members (for `no_more`, see `needed`)."""
+        """Return a mask of the groups that cannot receive more members. For `no_more`, see `needed`."""
         if self._groups.in_use:
             return self._groups.is_complete(np.maximum(ids, 0), self.block_size, no_more=no_more) | (ids < 0)
         if self.block_size is None or no_more:
@@ -257,7 +257,7 @@ class Grouping:
         return self._partition.table.find(indexes.ravel()).reshape(indexes.shape)
 
     def _dead_lettered_counts(self, slots: Indexes, unit: BatchUnit) -> Indexes:
-        """Return the number of dead-lettered members of each named group, excluding members that failed later."""
+        """Return the number of dead-lettered members of each named group. Members that failed later are not counted."""
         positions = self._task.dead_lettered()
         positions = positions[is_open(self._partition.state[positions])]
         lost = np.sort(self._groups.of_unit(unit, positions))
@@ -267,7 +267,7 @@ class Grouping:
 class Runs(Grouping):
     """Groups of `block_size` ready rows with consecutive indexes, which may start at any index.
 
-    The group of a row is not fixed, because the group depends on which neighboring rows are ready.
+    A row has no fixed group, because its group depends on which neighboring rows are ready.
     """
 
     blocks: ClassVar[Blocks] = "anywhere"
@@ -278,7 +278,7 @@ class Runs(Grouping):
         self._size = block_size
 
     def check(self) -> None:
-        """Do nothing, because every partition is valid."""
+        """Do nothing, because groups that start anywhere suit every partition."""
 
     def ids(self, positions: Indexes) -> Indexes:
         """Return the group id of each row. Groups are formed from the given rows."""
@@ -361,10 +361,10 @@ def in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes)
 def _may_precede(
     values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, last: Indexes
 ) -> NDArray[np.bool_]:
-    """Return a mask of the rows that may precede the row `last`, whose index is lower than theirs.
+    """Return a mask of the rows that may precede the row `last`. All of the rows have higher indexes than `last`.
 
-    Only the first column is compared. If the comparison does not determine the order, for example because of NaN, the
-    mask is True.
+    Only the first column is compared. The mask is True where this comparison does not settle the order, for example
+    because of NaN.
     """
     column, is_descending = orders[0].column, orders[0].descending
     bound, is_bounded = values_of(column, last)

@@ -1,7 +1,7 @@
-"""A task's ratio of deliveries to inserts, which is bounded in both directions.
+"""The ratio of a task's deliveries to inserts, which is bounded in both directions.
 
 The first `min_size_to_sample` inserted samples are not counted. The target is `samples_per_insert` delivered samples
-per inserted sample. The task may be up to `error_buffer` deliveries ahead of this target or behind it. This bound
+per inserted sample. The task may be at most `error_buffer` deliveries ahead of or behind this target. This bound
 corresponds to Reverb's `SampleToInsertRatio` (https://github.com/google-deepmind/reverb), applied to batches.
 """
 

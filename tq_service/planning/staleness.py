@@ -1,15 +1,15 @@
-"""Bounded staleness: a rule for selecting the units of a plan, which ensures that all units are trained in time.
+"""Bounded staleness: the rule for selecting the units of a plan so that all units are trained in time.
 
 The task's admission defines whether a unit is a sample, a rollout or a group. The deadline of a unit is its
-`start_version` plus `max_staleness`. A plan is trained at version `V` at the latest. Here, `V` is the published version
-plus the number of planned batches that no publication has reported as trained. Each plan contains `B` units. According
-to the rule, at most `j * B` outstanding units outside the plan may be due by `V + j`, for every `j`. Outstanding units
-include both ready units and units that are still being generated. The section "The bound" in docs/asynchronous_rl.md
-proves that this rule bounds staleness.
+`start_version` plus `max_staleness`. Training on the next plan takes place at version `V` at the latest. `V` is the
+published version plus the number of planned batches that no publication has reported as trained. Each plan contains `B`
+units. According to the rule, at most `j * B` outstanding units outside the plan may be due by `V + j`, for every `j`.
+Outstanding units include both ready units and units that are still being generated. The section "The bound" in
+docs/asynchronous_rl.md proves that this rule bounds staleness.
 
 The rule therefore limits how many units in a plan may be due after `V`, after `V + 1`, and so on. The permitted plans
-are the independent sets of a laminar matroid. Hence, a greedy choice in any order finds a largest plan (Schrijver,
-"Combinatorial Optimization", 2003, section 40.1).
+are the independent sets of a laminar matroid. A greedy choice in any order therefore finds a plan of maximum size
+(Schrijver, "Combinatorial Optimization", 2003, section 40.1).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tq_service.state.plan import ClaimRequest, Indexes
 class DueUnits:
     """The unplanned units of a task and their deadlines.
 
-    After a trainer restarts from an old checkpoint, more units may be due than plans can include in time. In this case,
-    each plan includes as many of the units with the earliest deadlines as possible.
+    After a trainer has restarted from an old checkpoint, more units may be due than plans can include in time. Each
+    plan then includes as many of the units with the earliest deadlines as possible.
 
     Args:
         deadlines: latest permitted training version of each unit, as an array of shape `(n,)`.
-        version: latest version at which the next plan can be trained.
+        version: latest version at which training on the next plan can take place.
         max_staleness: maximum staleness (see `Admission`).
         batch_size: number of units per plan.
 
@@ -82,7 +82,7 @@ class DueUnits:
         return np.asarray(taken, np.int64)
 
     def permits(self, units: Indexes) -> bool:
-        """Return whether a plan may consist of exactly these units, so all other units remain unplanned."""
+        """Return whether a plan may consist of exactly these units and leave all other units unplanned."""
         is_left = np.ones(self.due_in.size, np.bool_)
         is_left[units] = False
         return bool((self._due_counts(is_left, self._due.size - 1) <= self._most_left).all())
@@ -133,7 +133,7 @@ def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
 
 
 class StalenessBound:
-    """The rows that the staleness bound permits in a task's plans. They are computed on first use and cached.
+    """The rows that the staleness bound permits in a task's plans, computed on first use and cached.
 
     While the table is pinned, other threads may also use this object.
 
@@ -143,7 +143,7 @@ class StalenessBound:
         admission: admission of the task.
         left: function that returns the positions of all rows that the task has not consumed. The result may include
             other rows.
-        is_ready: function that returns a mask of the rows that are ready if the staleness bound is ignored.
+        is_ready: function that returns a mask of the rows that are ready, without regard to the staleness bound.
         in_order: function that sorts rows by preference.
         no_more: whether no new rows can be inserted. If True, groups without a declared size count as complete, and a
             plan may contain fewer units than a full batch.
@@ -171,7 +171,7 @@ class StalenessBound:
 
     @property
     def _version(self) -> int | None:
-        """Latest version at which the next plan can be trained, or None if no version has been published."""
+        """Latest version at which training on the next plan can take place; None if no version has been published."""
         policy = self._partition.policies.get(self._admission.policy)
         return None if policy is None else policy.version + len(self._task.delivered_units)
 
@@ -228,10 +228,10 @@ class StalenessBound:
         return positions[np.isin(unit_of, chosen)] if is_whole else positions[:0]
 
     def permits(self, plan: RecordedPlan, taken: Indexes, sampler: str, *, is_last: bool) -> bool:
-        """Return whether the staleness bound currently permits a plan, considering the rows that the plan omits.
+        """Return whether the staleness bound currently permits a plan, given the rows that the plan leaves unplanned.
 
         Args:
-            plan: plan to check.
+            plan: plan that the sampler returned.
             taken: table positions of the rows in `plan.named`.
             sampler: name of the sampler that returned the plan.
             is_last: whether the plan may contain fewer units than a full batch.
@@ -243,7 +243,7 @@ class StalenessBound:
         if plan.is_reusing or (count != expected and not (is_last and count < expected)):
             raise SamplerError(
                 f"sampler {sampler!r} selected {count} {unit}s for a batch of task {self._task.name!r}; expected "
-                f"{expected}, none twice, because the task's max_staleness requires batches of global_batch {unit}s. "
+                f"{expected} distinct {unit}s, because the task's max_staleness requires batches of that size. "
                 f"Use a sampler that selects batch_size {unit}s for each rank, such as 'sequential'",
                 metadata={"sampler": sampler},
             )
@@ -253,7 +253,7 @@ class StalenessBound:
         return due.permits(np.unique(unit_of[np.isin(positions, taken)]))
 
     def staleness_of(self, planned: Indexes) -> int | None:
-        """Return the maximum staleness that the rows of the latest plan will have when they are trained.
+        """Return the maximum staleness of the latest plan's rows at the time they are trained.
 
         Return None if the rows no longer exist, or no version has been published.
         """

@@ -1,4 +1,4 @@
-"""Totals of a batch over all ranks, per optimizer step: samples, tokens, and sums of custom_meta columns."""
+"""Totals of a batch over all ranks for each optimizer step: samples, tokens, and sums of custom_meta columns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def with_totals(
         summed: names of the custom_meta columns to sum.
 
     Raises:
-        InvalidArgumentError: a sample lacks a number in one of the summed columns.
+        InvalidArgumentError: a sample has no number in one of the summed columns.
     """
     columns = [_numbers(partition, name, positions) for name in summed]
     totals: list[TotalsOfStep] = []
@@ -68,8 +68,8 @@ def _numbers(partition: Partition, name: str, positions: Indexes) -> np.ndarray[
         index = int(partition.table.index[positions[int(np.argmin(is_number))]])
         raise InvalidArgumentError(
             f"custom_meta column {name!r} of sample {index} of partition {partition.partition_id!r} is not a number "
-            f"({np.count_nonzero(~is_number)} of {is_number.size} samples in the batch lack one); expected a number, "
-            f"because totals sums the column. Put or set the value, clear the sample, or omit the column.",
+            f"({np.count_nonzero(~is_number)} of {is_number.size} samples in the batch have no number); expected a "
+            f"number, because totals sums the column. Put or set the value, clear the sample, or omit the column.",
             field="totals",
             metadata={"column": name},
         )

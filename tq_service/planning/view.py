@@ -71,9 +71,9 @@ class Requirement(NamedTuple):
     """A condition that an unconsumed live row must meet to be ready for a task.
 
     Attributes:
-        lack: reason reported for rows that do not meet the condition.
+        lack: reason to report for rows that do not meet the condition.
         name: name of the field or column.
-        is_met: function that returns a mask, of shape `(n,)`, of the rows that meet the condition.
+        is_met: function that returns a mask of the rows that meet the condition, of shape `(n,)`.
     """
 
     lack: Lack
@@ -120,11 +120,11 @@ class Readiness:
         return _AT_ONCE // max(1, len(self.key[1]))
 
     def ready(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return a mask, of shape `(n,)`, of the ready rows."""
+        """Return a mask of the ready rows, of shape `(n,)`."""
         return self.ready_but_for(rows)
 
     def ready_but_for(self, rows: Rows, *lacks: Lack) -> NDArray[np.bool_]:
-        """Return a mask, of shape `(n,)`, of the rows that meet all requirements except those listed in `lacks`."""
+        """Return a mask of shape `(n,)` of the rows that meet all requirements, ignoring those listed in `lacks`."""
         mask: NDArray[np.bool_] = self.partition.state.data[rows] == self._state
         mask &= self.task.claim.data[rows] == UNCLAIMED
         for each in self.requirements:
@@ -137,7 +137,8 @@ class Readiness:
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
         """Return a mask of the rows that `where` excludes permanently.
 
-        A row is excluded if its value can never satisfy a condition, or if the row has all its data but lacks a value.
+        A row is excluded if its value can never satisfy a condition, or if it has all its data but no value for a
+        condition.
         """
         mask = np.zeros(self.table.index[rows].size, np.bool_)
         for condition, may_hold_later in zip(self.key[1], self._may_hold_later, strict=True):
@@ -163,8 +164,8 @@ class Readiness:
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:
         """Return a mask of the rows that have a length for the sampler, including invalid lengths.
 
-        An invalid token count fails only claims that would deliver the row (see `lengths`). If a row has no length
-        because it lacks a requested field, the missing length is not reported as a second reason.
+        An invalid token count causes only those claims to fail that would deliver the row (see `lengths`). If a row has
+        no length because it is missing a requested field, the missing length is not reported as a second reason.
         """
         source = self._length
         if source.is_longest_sequence and not self.lacks_sequences:
@@ -187,7 +188,7 @@ class Readiness:
         return lengths
 
     def counts(self, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return the token counts in the length source's column, and a mask, of shape `(n,)`, of the rows with a count.
+        """Return the token counts in the length source's column, and a mask of shape `(n,)` of the rows with a count.
 
         Raises:
             InvalidArgumentError: a row's length is not a valid token count.
@@ -266,8 +267,8 @@ class ScanStarts:
     """The start positions of scans for a task's ready rows, by kind of claim. These positions depend only on the rows.
 
     With start positions, the cost of a claim depends on the size of its batch and not on the size of the partition. A
-    few ready rows may precede a start position, separated from it by many unready rows. Examples are members of a group
-    that never becomes complete, or the few rows that satisfy `where`. A write to an earlier row moves the start
+    few ready rows may precede a start position, separated from it by many unready rows. Such rows may be members of a
+    group that never becomes complete, or the few rows that satisfy `where`. A write to an earlier row moves the start
     position back to that row. The number of start positions is limited, so positions for unused kinds of claims do not
     accumulate.
     """
@@ -340,7 +341,7 @@ def _lowered(start: Start, first: int) -> Start:
 
 
 class Scan:
-    """A search for ready rows, which starts at the first ready row of an earlier scan and stops as early as possible.
+    """A search for ready rows that starts at the first ready row of an earlier scan and stops as early as possible.
 
     On the event loop, a scan runs in a single step, and raises `MustBeAwaited` if it would take too long. Off the event
     loop, a scan runs in parts, and releases the interpreter lock between parts.
@@ -405,7 +406,7 @@ class Scan:
         return False
 
     def first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Yield growing arrays of the first ready rows' positions, in order, each with an "is last" flag.
+        """Yield growing arrays with the positions of the first ready rows in order, each with an "is last" flag.
 
         Args:
             least: approximate size of the first array. If None, all rows are yielded at once.
@@ -581,7 +582,7 @@ class PartitionView:
         return self._rows.table.index[left[:limit]]
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return the token counts of rows (see `View.lengths`)."""
+        """Return each row's token count (see `View.lengths`)."""
         return self._at(rows, self._rows.lengths, -1)
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
@@ -656,14 +657,14 @@ class Planned:
 class Miss:
     """The result of a search that found no plan. Another search is pointless until the state changes.
 
-    A recorded miss avoids scans. Without a recorded miss, every inserted row and every claim at the end of a partition
-    would cause a scan.
+    A recorded miss avoids the scans that every inserted row and every claim at the end of a partition would otherwise
+    cause.
 
     Attributes:
         state_version: state version of the partition when the search started.
         row_version: row version that the partition must reach before another search can succeed.
-        consumed: number of rows that the task had consumed and number of rows that it had leased when the search
-            started. None if these numbers do not affect whether the task ends.
+        consumed: numbers of rows that the task had consumed and leased when the search started. None if these numbers
+            do not affect whether the task ends.
         leased: number of rows that all tasks had leased when the search started. None if the claim does not evict
             samples.
     """
@@ -1013,8 +1014,8 @@ class Search:
         named = ", ".join(map(str, rows.table.index[lacking[:_MOST_NAMED]].tolist()))
         raise MissingLengthError(
             f"{self._why_no_lengths(source)}; expected the lengths of samples {named}"
-            f"{' and others' if lacking.size > _MOST_NAMED else ''}, which sampler {self._request.sampler.name!r} "
-            f"needs. Set length_field to a field of tensors, or put the number of tokens into the "
+            f"{' and others' if lacking.size > _MOST_NAMED else ''}, because sampler {self._request.sampler.name!r} "
+            f"needs them. Set length_field to a field of tensors, or put the number of tokens into the "
             f"custom_meta column {source.column!r}. A claim with length_key {source.column!r} waits for this column.",
             field="sampler_config",
             metadata={"partition_id": self._partition.partition_id, "column": source.column},

@@ -220,7 +220,7 @@ class ChangedColumn:
 
     Attributes:
         count: number of samples whose values differ.
-        examples: the name and both values of a few of these samples.
+        examples: the name and both values for a few of the differing samples.
     """
 
     count: int

@@ -128,7 +128,7 @@ class Pack:
     Attributes:
         names: names of the objects.
         size: total size of the puts in the objects, in bytes.
-        put_count: number of puts in the objects that at least one step references.
+        put_count: number of puts in the objects, counting only puts that at least one step references.
     """
 
     names: tuple[str, ...]

@@ -1,8 +1,8 @@
 """Places that store recordings: a directory, which may share files with a data directory, or an object store.
 
-Both kinds of place store named objects. An object is written once and atomically. Its header contains its size and
-checksum, which are used to detect damage. A file shared with a data directory lacks this header, so its bytes are
-verified against the checksum of the put.
+Both kinds of place store named objects. An object is written once and atomically. An object's header contains the
+object's size and checksum, which are used to detect damage. A file shared with a data directory has no such header, so
+its bytes are verified against the checksum of the put.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CANNOT_LINK: Final = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.
 class Place(ABC):
     """Storage for the named objects of one recording.
 
-    A place must be used from a single event loop. Its methods do not block the loop.
+    A place must be used from a single event loop. A place's methods do not block the loop.
 
     Attributes:
         name: path or URL as shown to users, with passwords removed.
@@ -83,8 +83,8 @@ class Place(ABC):
         """Link existing files into this place, and truncate files with a large amount of unused space.
 
         Args:
-            files: name in this place, path, and number of used bytes of each file. Nothing may write to these files
-                anymore.
+            files: for each file, its name in this place, its path, and the number of bytes used. Nothing may write to
+                these files anymore.
 
         Returns:
             Whether the files were linked; false if the place cannot contain links to these files.
@@ -104,7 +104,7 @@ class Place(ABC):
 
     @abstractmethod
     async def read_part(self, name: str, start: int, size: int) -> memoryview:
-        """Read `size` bytes of an object from offset `start`. The caller must verify the bytes, which may be damaged.
+        """Read `size` bytes of an object from offset `start`. The bytes may be damaged, so the caller must verify them.
 
         Raises:
             DataLossError: the object is missing or too short.
@@ -175,7 +175,7 @@ class Directory(Place):
         except OSError as error:
             os.close(fd)
             raise DataDirError(
-                f"another service already records to {self._path}; use a separate directory for each service",
+                f"another service is already recording to {self._path}; use a separate directory for each service",
                 metadata={"path": self.name},
             ) from error
         self._lock_fd = fd

@@ -230,7 +230,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class RecordedPuts(Backing[PutPlace]):
-    """The puts of recorded steps, which are read-only. Each put is loaded from the recording on first use.
+    """The read-only puts of recorded steps. Each put is loaded from the recording on first use.
 
     Args:
         recording: recording that contains the bytes of the puts.

@@ -3,8 +3,8 @@
     planned -> taken (bytes pinned, files kept) -> puts written or linked -> step written -> removed by retention
 
 A step is taken in the event-loop iteration in which it is planned, without copying its bytes. Steps are written later,
-in order. Recording never stops the service. If too many bytes are waiting to be written, a step is skipped. A
-persistent error ends the recording. Skipped steps and errors are logged and reported in the status.
+in order. Problems with the recording never stop the service. If too many bytes are waiting to be written, a step is
+skipped. A persistent error ends the recording. Skipped steps and errors are logged and reported in the status.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tq_service.storage.mirror.layout import cut
 
 _log = logging.getLogger(__name__)
 MOST_PENDING_BYTES: Final = 1 << 30
-"""Maximum number of bytes of in-memory puts that may wait to be written; they count towards the storage quota."""
+"""Maximum number of bytes of in-memory puts waiting to be written. These bytes count towards the storage quota."""
 
 _PAUSES_SECONDS: Final = (0.2, 1.0, 3.0)  # pause before each retry while the place is unavailable
 _CLOSE_SECONDS: Final = 10.0
@@ -66,7 +66,7 @@ class _Waiting:
     """A step that waits to be written.
 
     Attributes:
-        step: the step, without its number and the locations of its puts.
+        step: step to be written, still without its number and the locations of its puts.
         put_ids: ids of the puts that the step references.
         kept: puts that no earlier step references, by id.
         size: memory used by the puts in `kept`, in bytes.
@@ -195,10 +195,11 @@ class Recorder:
     def take(
         self, step: RecordedStep, put_ids: Sequence[bytes], keep: Callable[[bytes], KeptPut | None]
     ) -> Callable[[], None]:
-        """Take a step and the current bytes of its puts, and return a callback that queues the step for writing.
+        """Pin the current bytes of a step's puts, and return a callback that queues the step for writing.
 
         Args:
-            step: step to take. The number of the step and the locations of its puts are set when the step is written.
+            step: planned batch and the metadata of its samples. The step's number and the locations of its puts are set
+                when the step is written.
             put_ids: ids of the puts that the step references, without duplicates.
             keep: function that pins a put's bytes until they are released, or returns None if the bytes are not in this
                 process.
@@ -241,7 +242,7 @@ class Recorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether steps are being recorded, which is no longer the case after an error has ended the recording."""
+        """Whether steps are being recorded. False once an error has ended the recording."""
         return not self._error
 
     def skip(self, reason: str) -> None:
@@ -389,7 +390,7 @@ class Recorder:
                 yield from entry.pack.names
 
     async def close(self) -> None:
-        """Wait a few seconds for waiting steps to be written, then close the place. Cancel `run` afterwards."""
+        """Give waiting steps a few seconds to be written, then close the place. Cancel `run` afterwards."""
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._is_idle.wait()
@@ -416,7 +417,7 @@ def _packed(puts: Sequence[KeptPut]) -> Iterator[list[KeptPut]]:
 
 
 def _contents(puts: Sequence[KeptPut]) -> tuple[list[Buffer], list[PutStored]]:
-    """Return the bytes of puts, and their records with the checksums of these bytes."""
+    """Return the bytes of the given puts, and the puts' records with the checksums of these bytes."""
     parts: list[Buffer] = []
     records = []
     for put in puts:

@@ -1,6 +1,7 @@
 """Samplers, which decide which ready samples form a batch and how the batch is divided among the ranks.
 
-To use a sampler, create it with its options and pass it as `sampler=` when claiming. The service runs its `plan`.
+To use a sampler, create it with its options and pass it as `sampler=` when claiming. The service runs the sampler's
+`plan` method.
 """
 
 from tq_service.samplers.by_length import PackedSampler, SeqlenBalancedSampler, TokenBudgetSampler

@@ -61,7 +61,7 @@ class LengthSampler(GroupSampler):
         return LengthSource(key=self.length_key, field=self.length_field)
 
     def read_lengths(self, view: View, rows: Indexes) -> Indexes:
-        """Return the token counts of the given rows as an array of shape `(n,)`.
+        """Return the token counts of the rows as an array of shape `(n,)`.
 
         Raises:
             InvalidArgumentError: a token count is negative.
@@ -377,8 +377,8 @@ class PackedSampler(LengthSampler):
         overlong: handling of samples with more than `pack_max_length` tokens. "error" rejects the batch. "truncate"
             plans only the first `pack_max_length` tokens, and `Pack.lengths` contains the truncated length. "drop"
             permanently excludes the sample, which is listed in `RankPlan.dropped` and counts as skipped.
-        even_steps: whether to balance the token totals of each rank's steps. false: use as few packs as possible, in
-            which case the number of packs per step differs by at most one, or by at most `packs_multiple_of`.
+        even_steps: whether to balance the token totals of each rank's steps. false: use as few packs as possible; the
+            number of packs per step then differs by at most one, or by at most `packs_multiple_of`.
         packs_multiple_of: number by which the number of packs in each step must be divisible.
     """
 

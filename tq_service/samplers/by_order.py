@@ -94,7 +94,8 @@ class GroupSampler(Sampler):
         if request.batch_unit == "rollout" and group_size is not None:
             raise InvalidArgumentError(
                 f"n_samples_per_prompt: got {group_size} for sampler {self.name!r} with batch_unit 'rollout'; expected "
-                f"none, because rollouts are taken regardless of their groups. Omit it, or set batch_unit to 'group'",
+                f"none, because rollouts are taken regardless of their groups. Omit this option, or set batch_unit to "
+                f"'group'",
                 field="sampler_config",
                 metadata={"option": "n_samples_per_prompt"},
             )
@@ -102,7 +103,8 @@ class GroupSampler(Sampler):
             return
         raise InvalidArgumentError(
             f"batch_size: got {request.batch_size} samples for sampler {self.name!r}; expected a multiple of "
-            f"n_samples_per_prompt ({group_size}), because groups are not split. Or set batch_unit to 'group'",
+            f"n_samples_per_prompt ({group_size}), because groups are not split. Change batch_size, or set "
+            f"batch_unit to 'group'",
             field="batch_size",
         )
 
@@ -238,16 +240,16 @@ class ChosenSampler(Sampler):
 def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Groups | None:
     """Return the next complete groups, up to the batch size, or None if too few groups are ready.
 
-    The ready groups suffice if they reach `request.min_size`. The groups before a ready group that would exceed
-    `request.total_size` also suffice, because waiting would not help. To detect such a group, the function reads one
-    additional group.
+    The ready groups are enough if they reach `request.min_size`, or if the next ready group would exceed
+    `request.total_size`, because waiting would not help. To detect this, the function reads one more group than it
+    returns.
 
     Args:
-        ready_groups: function such as `View.ready_groups`, which returns ready groups up to a limit in the given unit.
+        ready_groups: function such as `View.ready_groups`, which returns ready groups up to a limit in a certain unit.
         request: request with the size, ranks and unit of the batch to plan.
 
     Raises:
-        InvalidArgumentError: the first group is larger than the entire batch and thus can never be part of a plan.
+        InvalidArgumentError: the first group is larger than the entire batch, so it can never be part of a plan.
     """
     unit, total = request.batch_unit, request.total_size
     groups = ready_groups(total, unit=unit)
@@ -310,7 +312,7 @@ def assign_to_least_loaded(groups: Groups, rank_count: int) -> Assignment:
 def assign_round_robin(groups: Groups, rank_count: int, *, largest_first: bool = False) -> Assignment:
     """Assign groups in rounds of one group per rank, so the numbers of groups per rank differ by at most one.
 
-    Rounds take groups in the given order or, with `largest_first`, by descending size. Within a round, the largest
+    Rounds take groups in the order passed or, with `largest_first`, by descending size. Within a round, the largest
     groups are assigned to the ranks with the fewest samples. Groups of equal size are assigned round-robin.
     """
     order = np.argsort(-groups.sizes, kind="stable") if largest_first else np.arange(len(groups))

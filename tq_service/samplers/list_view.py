@@ -1,4 +1,4 @@
-"""An in-memory `View` of samples with given token counts, for testing samplers without a service."""
+"""An in-memory `View` of samples, defined by their token counts, for testing samplers without a service."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPEC = BatchSpec(
 
 
 class ListView(PartitionView):
-    """A view of in-memory samples 0, 1, and so on. As in a service, produced samples stay ready until consumed."""
+    """A A view of in-memory samples, numbered from 0. As in a service, produced samples stay ready until consumed."""
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class ListView(PartitionView):
         return [None] * len(rows)
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return the token counts of the given rows."""
+        """Return the token counts of the rows."""
         return self._lengths[rows]
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return the token counts of the given rows, regardless of the field."""
+        """Return the token counts of the rows, regardless of the field."""
         return self._lengths[rows]

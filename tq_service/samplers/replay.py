@@ -134,7 +134,7 @@ def _units(view: View, request: PlanRequest) -> Groups:
 
 
 def _rows(units: Groups, ids: Indexes) -> Indexes:
-    """Return the rows of the units with the given ids, in the order of `ids`."""
+    """Return the rows of the units in `ids`, in the same order."""
     starts, sizes = units.starts[ids], units.sizes[ids]
     firsts = np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
     return units.rows[firsts + np.arange(firsts.size)]

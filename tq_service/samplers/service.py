@@ -1,6 +1,6 @@
 """Loads samplers by name, and runs them in a way that protects the service from faulty samplers.
 
-A sampler is built in, registered, imported from an installed package, or imported from an arbitrary module. If a
+A A sampler can be built in, registered, imported from an installed package, or imported from an arbitrary module. If a
 sampler raises an exception, hangs or returns an invalid plan, only the request that named the sampler fails.
 """
 
@@ -83,7 +83,7 @@ class SamplerRegistry:
         self._classes[name] = cls
 
     async def resolve(self, name: str, config: Mapping[str, object] | None = None) -> Sampler:
-        """Return the sampler with the given name and options. The sampler is created on first use.
+        """Return the sampler with this name and these options. The sampler is created on first use.
 
         Raises:
             InvalidArgumentError: the sampler does not exist or cannot be loaded, or an option is unknown, missing or
@@ -212,7 +212,7 @@ class PlanRunner:
 
     @property
     def hung_samplers(self) -> list[str]:
-        """Names of the samplers whose plans have exceeded their deadlines. Each hung thread contributes one name."""
+        """Names of the samplers whose plans are past their deadlines, with one name for each hung thread."""
         now = asyncio.get_running_loop().time()
         return sorted(name for name, deadline in self._running if deadline <= now)
 

@@ -3,8 +3,8 @@
     registered -> silent for three heartbeats, or restarted without its puts -> the controller calls a successor -> the
     successor registers under the old name and instance id, at its own address
 
-The state of adoptions is not persisted. Instead, successors report their adopted puts in each heartbeat. After a
-restart, the controller considers an instance lost if it stores cells of samples but does not register.
+Adoption state is not persisted. Instead, successors report their adopted puts in each heartbeat. After a restart, the
+controller considers an instance lost if it stores cells of samples but does not register.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Lost:
         search_id: 16 random bytes that identify the search for a successor. A successor that sends this id read the
             mirror after the loss was detected.
         successor: name of the most recently called successor, or "" if no successor has been called.
-        agreed_at: time at which the successor replied that it has adopted the puts and will register, or None before
+        agreed_at: time at which the successor replied that it had adopted the puts and would register, or None before
             this reply.
         late_count: number of timed-out calls to the successor.
         refused: names of storage services that could not adopt the puts.
@@ -68,7 +68,7 @@ class Adoptions:
         storages: registered storage services by name.
         heartbeat_seconds: interval at which storage services send heartbeats.
         supervisor: runs the calls to successors.
-        takes_heartbeats: returns whether this controller can currently receive heartbeats.
+        takes_heartbeats: function that returns whether this controller can currently receive heartbeats.
         clock: monotonic clock that returns seconds.
 
     Attributes:
@@ -129,7 +129,7 @@ class Adoptions:
         if instance in self.taken:
             raise PreconditionError(
                 f"storage service {instance[0]!r} (instance {instance[1].hex()}) did not send a heartbeat "
-                "in time, so another service has taken over its puts. Restart this service to start with a new, empty "
+                "in time, so another service has taken over its puts. Restart this service to continue as a new, empty "
                 "instance"
             )
 
@@ -222,8 +222,8 @@ class Adoptions:
     def _have_adopted(self, instance: Instance, lost: _Lost, remote: Iterable[RemoteStorage]) -> None:
         """Call a successor for a lost instance.
 
-        The last successor is called again unless it refused. Otherwise, among the services that use the lost instance's
-        mirror, the service with the most free bytes is called.
+        The last successor is called again unless it refused. Otherwise, the call goes to the service with the most free
+        bytes among those that use the lost instance's mirror.
         """
         if lost.asking is not None and not lost.asking.done():
             return

@@ -78,19 +78,19 @@ _ETCD_RETRY_SECONDS: Final = 1.0
 _ABORT_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
 _PENDING_SHARE: Final = 4
-"""Divisor of the quota: unwritten recordings may use at most 1/4 of the quota, so a slow disk does not delay puts."""
+"""Unwritten recordings may use at most the quota divided by this number, so that a slow disk does not delay puts."""
 
 
 class App:
     """A service process that runs the controller, a storage service, or both.
 
-    Call `start` to create an app that serves calls. Call `stop` to shut it down and release its resources.
+    Call `start` to create an app that serves calls. Call `stop` to shut down the app and release its resources.
 
     Attributes:
         settings: settings of the service.
         supervisor: runs background tasks and stops the service after a fatal failure.
         port: gRPC port number.
-        listener: TLS and access control of the gRPC port.
+        listener: TLS and access control for the gRPC port.
         health: reports whether the process accepts calls.
         calls: counter of running calls.
         waiting: counter of waiting calls.
@@ -163,14 +163,14 @@ class App:
 
     @classmethod
     async def start(cls, settings: ServeSettings, supervisor: Supervisor) -> App:
-        """Create an app and start listening. The app reports healthy once it can serve calls.
+        """Create an app and start listening. The app reports that it is healthy once it can serve calls.
 
         If startup fails, all resources are released.
 
         Args:
             settings: settings of the service.
-            supervisor: supervisor of all background tasks. When it reports a fatal failure, the app stops serving
-                immediately.
+            supervisor: supervisor of all background tasks. When the supervisor reports a fatal failure, the app stops
+                serving immediately.
 
         Raises:
             OSError: the address is in use, or the process cannot listen on it.
@@ -367,7 +367,7 @@ class App:
     def _begin(self, store: StateStore | None) -> None:
         """Recover the state from the data directory and persist all later changes.
 
-        Without a data directory, only start the leases.
+        Without a data directory, only start the timers of leases and samples.
         """
         if store is not None:
             self._recover(store)
@@ -452,7 +452,7 @@ class App:
             _log.warning(LogMessage("uncommitted puts expired; their producers may have died", count=expired))
 
     def _fail(self) -> None:
-        """Report that the service is unhealthy and end all calls. After a fatal failure, no response may be sent."""
+        """Report that the service is unhealthy and end all calls. No response may be sent after a fatal failure."""
         self._drain()
         self._stop_server(None)
 
@@ -462,10 +462,10 @@ class App:
             self.controller.drain()
 
     def _stop_server(self, grace_seconds: float | None) -> asyncio.Task[None]:
-        """Start stopping the server unless it is already stopping. Return the task that stops the server.
+        """Begin shutting down the server, unless a shutdown is in progress. Return the task that stops the server.
 
-        The first call sets the grace period for running calls. The server is stopped only once, because overlapping
-        stops may crash gRPC.
+        Only the first shutdown request sets the grace period for running calls. The server is stopped only once,
+        because overlapping stops may crash gRPC.
         """
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._server.stop(grace_seconds))
@@ -533,11 +533,12 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
 
     Args:
         settings: settings of the service.
-        announce: function called with each status line to show to the user, such as the listening address.
+        announce: function called with each status line that the user should see, such as the listening address.
 
     Returns:
         The exit code is 0 after SIGTERM or SIGINT, 1 if the service could not start, or `FAILED_EXIT_CODE` after a
-        fatal failure. In the last case, the process must exit immediately, without waiting for its remaining threads.
+        fatal failure. After a fatal failure, the process must exit immediately, without waiting for its remaining
+        threads.
     """
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -564,7 +565,7 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
 
 
 async def _started(settings: ServeSettings, stopping: asyncio.Event) -> App | None:
-    """Start an app, waiting for etcd if necessary. Return None if `stopping` is set first.
+    """Start an app, waiting for etcd if necessary. Return None if `stopping` is set before the app starts.
 
     Raises:
         OSError, TqError: the app could not start.
@@ -633,8 +634,8 @@ class StorageProcess:
         engine: stores the puts.
         endpoint: endpoint at which clients reach the storage service.
         shared_memory: server that shares memory with clients on this host, or None if shared memory is off.
-        bulk: the bulk port, or None if it is off.
-        keys: keys with which the controllers sign receipts.
+        bulk: the bulk port, or None if the bulk port is off.
+        keys: keys that controllers use to sign receipts.
         mirroring: manager of the mirror and of the instances adopted from lost storage services, or None without a
             mirror.
         mirror: mirror of this service's own puts, or None if no mirror is configured.
@@ -695,8 +696,8 @@ class StorageProcess:
 
         Args:
             settings: settings of the service.
-            controller: controller in this process that handles commits included in puts, or None if it runs in another
-                process.
+            controller: controller in this process that handles commits included in puts, or None if the controller runs
+                in another process.
             waiting: counter of waiting calls.
         """
         return StorageServicer(
@@ -725,7 +726,7 @@ class StorageProcess:
         return [engine.stat() for engine in self._adopted()]
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a complete put, which may be adopted. Return None for an unknown put."""
+        """Return the partition of a complete put, including an adopted one, or None if the put is unknown."""
         engines = [self.engine, *self._adopted()]
         found = {partition for engine in engines if (partition := engine.partition_of(put_id)) is not None}
         # If puts in several partitions have this id, return a name that only tokens for all partitions cover.
@@ -756,7 +757,7 @@ class StorageProcess:
             self.shared_memory.drain()
 
     def trim(self) -> None:
-        """Release unused memory. This method should be called regularly."""
+        """Release unused memory. Call this method regularly."""
         for engine in (self.engine, *self._adopted()):
             engine.trim()
 
@@ -841,7 +842,7 @@ def _open_shared_memory(settings: ServeSettings, engine: StorageEngine) -> Share
             ) from error
         _log.warning(
             LogMessage(
-                "could not share memory with clients on this host; all bytes are sent over the network",
+                "could not share memory with clients on this host; sending all bytes over the network",
                 path=settings.shared_memory_dir,
                 error=error,
             )

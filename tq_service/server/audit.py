@@ -56,8 +56,8 @@ class Audit:
     """Writes the audit log.
 
     Args:
-        repeat_seconds: time after a refusal during which refusals with the same token, method, host and reason are only
-            counted. When the time is up, a single line with the count is logged. If 0, each refusal is logged.
+        repeat_seconds: time after a refusal for which refusals with the same token, method, host and reason are counted
+            but not logged. When the time is up, a single line with the count is logged. If 0, every refusal is logged.
         clock: monotonic clock that returns seconds.
     """
 
@@ -70,7 +70,7 @@ class Audit:
         self._kinds: dict[tuple[str, ...], tuple[float, AuditLine]] = {}
 
     def note(self, line: AuditLine) -> None:
-        """Write a line, or only count it if it repeats a recent refusal."""
+        """Write a line, or only count the line if it repeats a recent refusal."""
         if line.decision == "allowed" or self._repeat_seconds <= 0:
             self._write(line)
             return

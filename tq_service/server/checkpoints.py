@@ -191,7 +191,7 @@ class Checkpoints:
     async def restore(
         self, request_id: bytes, name: str, *, replace: bool = False, prefix: str = ""
     ) -> pb.RestoreResponse:
-        """Restore a checkpoint, adding a prefix to its partition names. A request_id is handled only once.
+        """Restore a checkpoint, adding a prefix to its partition names. Each request_id is handled only once.
 
         If `replace` is set, the checkpoint replaces all partitions whose names begin with the prefix. The replaced
         partitions remain usable until the checkpoint's bytes have been stored. The replaced partitions are removed
@@ -328,7 +328,7 @@ async def _in_thread(work: Callable[..., Answer], *arguments: Any) -> Answer:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Run a coroutine to completion and return its result. Even a cancelled caller waits for the coroutine to end."""
+    """Run a coroutine to completion and return its result. If cancelled, still wait for the coroutine to end."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         return await asyncio.shield(task)
@@ -338,7 +338,7 @@ async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
-    """Return the columns of a block with their bytes. A block is a few MiB in size, or contains one larger row."""
+    """Return the columns of a block with their bytes. A block is a few MiB in size, or a single larger row."""
     values = memoryview(b"".join(checkpoint.values(block)))
     ends = list(accumulate(column.value_bytes for column in block.columns))
     return [

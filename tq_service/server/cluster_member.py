@@ -1,9 +1,9 @@
-"""A controller in a cluster, which follows the log, leads once elected, and exits when another controller takes over.
+"""A clustered controller that follows the log, leads once elected, and exits when another controller takes over.
 
     open -> restore snapshot -> follow the log ... elected -> read the rest of the log -> serve ... superseded: fatal
 
 A superseded controller may have changes in memory that are not in the log, so it cannot become a standby. Instead, its
-process exits and becomes a standby after a restart.
+process exits, and the restarted controller becomes a standby.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ClusterMember:
 
     def __init__(self, settings: ServeSettings, address: str, credentials: Credentials, supervisor: Supervisor) -> None:
         if settings.data_dir is None or settings.cluster is None:
-            raise InvalidArgumentError("a cluster needs both cluster and data_dir; set both settings", field="cluster")
+            raise InvalidArgumentError("a cluster needs both settings: set cluster and data_dir", field="cluster")
         self.address = address
         self._credentials = credentials
         self._supervisor = supervisor
@@ -134,7 +134,7 @@ class ClusterMember:
         self._standbys: list[ControllerStatus] = []  # updated about every second while this controller leads
 
     def add_services(self, server: Any) -> None:
-        """Add to a gRPC server the service that the cluster's other controllers call."""
+        """Add the service for the cluster's other controllers to a gRPC server."""
         add_ClusterServiceServicer_to_server(SnapshotServicer(self.store), server)
 
     # Status
@@ -174,7 +174,7 @@ class ClusterMember:
             catalog: catalog of partitions, initially empty.
             take_up: function called once the state is complete and calls can be served.
             on_standing: function called with False when another controller may lead, and with True if this controller's
-                lease turns out to be still valid.
+                lease turns out to be valid after all.
 
         Raises:
             TqError: a fatal failure occurred.
@@ -215,7 +215,7 @@ class ClusterMember:
         )
 
     async def _watch_lease(self, lease: Lease, on_standing: Callable[[bool], None]) -> None:
-        """Report when the lease may have expired according to the clock, because etcd may be unreachable."""
+        """Report by the clock when the lease may have expired, because etcd may be unreachable."""
         was_held = True
         while True:
             await asyncio.sleep(max(_LOOK_SECONDS, lease.held_until - time.monotonic()))
@@ -243,7 +243,7 @@ class ClusterMember:
         return number
 
     async def _fetch(self, number: int) -> int:
-        """Wait for a snapshot from the leader whose number is at least `number`, fetch it, and return its number."""
+        """Wait until the leader has snapshot `number` or a later one, fetch that snapshot, and return its number."""
         while True:
             leader = await asyncio.to_thread(self._election.leader)
             if leader is None or leader.address == self.address:
@@ -293,7 +293,7 @@ class ClusterMember:
         """Wait until this controller has almost caught up with the log, or until no other controller leads.
 
         A controller that is far behind must not win the election against a controller that could lead immediately. The
-        log keeps growing during the wait.
+        log keeps growing while this controller waits.
         """
         while not following.done():
             with contextlib.suppress(JournalUnreachableError):
@@ -356,7 +356,7 @@ class ClusterMember:
             await asyncio.sleep(_PUBLISH_SECONDS)
 
     async def close(self) -> None:
-        """Leave the cluster so that another controller can lead immediately. The state store must be closed first."""
+        """Leave the cluster so that another controller can lead immediately. Close the state store first."""
         self._is_serving = False
         self._election.close()
         self._standing_by.shutdown(wait=False)

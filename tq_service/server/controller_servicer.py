@@ -86,7 +86,7 @@ PackedAnswer: TypeAlias = tuple[str, bytes]
 def _once(
     change: Callable[[ControllerServicer, Request], Answer],
 ) -> Callable[[ControllerServicer, Request, Context], Awaitable[Answer]]:
-    """Decorate a mutating method so that it runs once per `request_id`. Retries receive the recorded response."""
+    """Decorate a mutating method so that it runs only once per `request_id`. Retries receive the recorded response."""
     answer: type = get_type_hints(change)["return"]
 
     async def method(self: ControllerServicer, request: Request, context: Context) -> Answer:
@@ -668,7 +668,7 @@ class ControllerServicer(
         storage = request.storage
         if not storage.storage_id or not storage.address or len(storage.boot_id) != 16:
             raise InvalidArgumentError(
-                "storage is incomplete; expected a storage_id, an address and a boot_id of 16 bytes",
+                "storage is incomplete; expected a storage_id, an address and a 16-byte boot_id",
                 field="storage",
             )
         check_name("storage_id", storage.storage_id)

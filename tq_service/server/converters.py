@@ -214,7 +214,7 @@ def placement(message: commit_pb2.PutPlacement) -> Put:
     storage: metadata_pb2.StorageEndpoint = message.storage
     if len(message.put_id) != 16 or len(storage.boot_id) != 16 or not storage.storage_id:
         raise InvalidArgumentError(
-            "placement lacks a storage_id, or a boot_id or put_id of 16 bytes; send the placement returned by Put",
+            "placement is missing a storage_id, a 16-byte boot_id or a 16-byte put_id; send the placement from Put",
             field="placement",
         )
     return Put(storage.storage_id, storage.boot_id, message.put_id)
@@ -315,7 +315,7 @@ def selection(request: pb.LookupSamplesRequest) -> Selection:
 
 
 def _question(request: pb.LookupSamplesRequest) -> str:
-    """Return a checksum of a lookup's selection, which ties page tokens to the lookup."""
+    """Return a checksum of a lookup's selection that ties page tokens to the lookup."""
     samples = pb.LookupSamplesRequest()
     samples.CopyFrom(request)
     for name in _FIELDS_OF_A_PAGE:
@@ -466,7 +466,7 @@ def samples_meta(
     data_fields: Sequence[str],
     endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return metadata of existing samples, including the locations of the `data_fields` that all of them have."""
+    """Return metadata of existing samples, including the locations of the `data_fields` that all samples have."""
     positions = partition.table.find(rows)
     meta = located_meta(partition, positions, data_fields, endpoints)
     if partition.groups.in_use:
@@ -516,7 +516,7 @@ def nothing_found(request: pb.LookupSamplesRequest, *, not_yet: bool) -> pb.Look
 
 
 def all_meta(partition: Partition, rows: Indexes, endpoints: Endpoints | None) -> metadata_pb2.BatchMeta:
-    """Return all metadata of existing samples, including every field that at least one of them has.
+    """Return all metadata of existing samples, including every field that at least one sample has.
 
     Args:
         partition: partition of the samples.
@@ -589,7 +589,7 @@ def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], en
 
 
 def add_plan(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
-    """Add the steps, dropped samples, and totals of a rank's part of a batch to the metadata."""
+    """Set the steps, dropped samples, and totals of a rank's part of a batch in the metadata."""
     _add_steps(meta, part)
     meta.dropped_indexes.extend(part.dropped.tolist())
     if part.totals:

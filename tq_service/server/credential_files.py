@@ -5,10 +5,10 @@ security, but would let clients overload the service with invalid tokens. Tokens
 choose a token's digest, so the duration of a lookup reveals nothing about the stored tokens.
 
 The services of a deployment share an internal secret, which distinguishes calls by services from calls by clients.
-Services never send the secret itself. Instead, they send a proof derived from the secret. A separate value is derived
-for each purpose, and no derived value reveals another value. If all services run on one machine and use only its
-loopback address, the secret does not need to be configured. In that case, the first service creates the secret file in
-a directory that only its user can access.
+Services never send the secret itself. Instead, services send a proof derived from the secret. A separate value is
+derived for each purpose, and no derived value reveals any other. If all services run on one machine and use only its
+loopback address, the secret does not need to be configured. The first service then creates the secret file in a
+directory that only its user can access.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class ServerCertificate(ReloadingFiles):
     """TLS credentials of a port, reloaded when their files change.
 
     At each handshake, a gRPC thread requests the certificate and key and receives the last valid pair. Open connections
-    are not affected. If the files are invalid, for example because so far only the certificate has been replaced, the
+    are not affected. If the files are invalid, for example because only the certificate has been replaced so far, the
     error is logged and the previous pair stays in use.
 
     Args:
@@ -199,7 +199,7 @@ def check_authorities(setting: str, path: Path) -> None:
 
 
 def _no_passphrase() -> str:
-    raise InvalidArgumentError("the key has a passphrase; use a key without one that only this user may read")
+    raise InvalidArgumentError("the key has a passphrase; use a key without a passphrase, readable only by this user")
 
 
 def _why(error: OSError | ValueError) -> str:
@@ -215,9 +215,9 @@ class Token(BaseModel):
 
     Attributes:
         name: name of the token's holder, shown in logs.
-        sha256: digest of the token.
-        roles: roles of the holder.
-        prefixes: prefixes of the names of the partitions for which the token is valid. "" matches all partitions.
+        sha256: SHA-256 digest of the token.
+        roles: roles granted to the holder.
+        prefixes: name prefixes of the partitions for which the token is valid. "" matches all partitions.
         expires: expiry time, or None if the token does not expire.
     """
 
@@ -411,7 +411,7 @@ class TokenFile(ReloadingFiles):
         path: path of the file.
 
     Attributes:
-        tokens: tokens by digest. Each load of the file creates a new mapping.
+        tokens: current tokens, by digest. Each load of the file creates a new mapping.
 
     Raises:
         InvalidArgumentError: the file could not be read, other users can access it, or its content is invalid.
@@ -442,7 +442,8 @@ class InternalSecret(ReloadingFiles):
         is_made: whether to create the file if it is missing, and to recreate the file if it is removed. If several
             services start at the same time, one of them creates the file and all of them read it.
         is_own: whether the file and its directory must be accessible only to this user. Set `is_own` if other users can
-            create files next to the directory, as in /tmp. If false, only the file must not be readable by other users.
+            create files next to the directory, as in /tmp. If false, the only requirement is that other users cannot
+            read the file.
         clock: monotonic clock that returns seconds.
 
     Raises:
@@ -477,7 +478,7 @@ class InternalSecret(ReloadingFiles):
         return is_present | (is_old & hmac.compare_digest(given, self._old_proof.encode()))
 
     def derive(self, purpose: str) -> bytes:
-        """Derive 32 bytes for a purpose. The bytes reveal neither the secret nor those derived for other purposes."""
+        """Derive 32 bytes for a purpose. They reveal neither the secret nor the bytes derived for other purposes."""
         return hmac.new(self._secret, purpose.encode(), hashlib.sha256).digest()
 
     def reload(self) -> None:
@@ -542,7 +543,7 @@ class InternalSecret(ReloadingFiles):
         _check_own(directory, directory.stat(follow_symlinks=False), stat.S_ISDIR)
 
     def _publish(self, content: bytes) -> None:
-        """Create the file atomically, readable only by this user. Do nothing if the file exists."""
+        """Create the file atomically, readable only by this user. If the file exists, leave it unchanged."""
         try:
             if self._is_own:
                 self._path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -27,7 +27,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
     In addition, `grpc_health` ends its Watch calls only when the server stops.
 
     Args:
-        most_watches: maximum number of Watch calls. These calls need no token, so no other limit applies to them.
+        most_watches: maximum number of Watch calls. Watch calls need no token, so no other limit applies to them.
     """
 
     def __init__(self, most_watches: int = 1024) -> None:
@@ -49,7 +49,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         self._set(process=_SERVING, services=_NOT_SERVING)
 
     def drain(self) -> None:
-        """Report permanently that no service accepts calls. Each Watch call sends this status and ends."""
+        """Report from now on that no service accepts calls. Each Watch call sends this final status and ends."""
         self._set(process=_NOT_SERVING, services=_NOT_SERVING)
         self._is_draining = True
 
@@ -76,7 +76,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
     async def Watch(  # noqa: N802  (the name of the rpc)
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Send the current status of a service and then each new status."""
+        """Send a service's current status, and then each later change."""
         sent = None
         with self._watches.one(context):
             while True:

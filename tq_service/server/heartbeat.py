@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
 
 MOST_OVERDUE_PUTS: Final = 4096
-"""Maximum number of puts that a storage service asks about per heartbeat, which take a few milliseconds to process."""
+"""Maximum number of puts that a heartbeat may ask about. Processing this many puts takes a few milliseconds."""
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 5.0
 _CLUSTER_CALL_SECONDS = 1.5
@@ -70,7 +70,7 @@ async def register_storage(
 
     Args:
         engine: engine that stores the puts.
-        keys: receipt keys, to which the key for sealing receipts is added.
+        keys: receipt keys, to which this function adds the key for sealing receipts.
         endpoint: endpoint at which clients reach the storage service.
         controller: address of the controller, or the comma-separated addresses of a cluster's controllers.
         credentials: credentials of this service.
@@ -157,8 +157,8 @@ def _note(error: grpc.aio.AioRpcError, controllers: Controllers, address: str) -
 def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage, *, has_several: bool) -> float:
     """Log why a registration failed and return the number of seconds to wait before the next attempt.
 
-    The storage service still reports that it is healthy, because it can serve reads. A restart after a failed probe
-    would lose samples.
+    The storage service still reports that it is healthy, because it can serve reads. Otherwise, a failed health probe
+    could restart the service, which would lose samples.
     """
     code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
     if code is not None and code not in _REFUSALS:

@@ -49,7 +49,7 @@ _LOOK_SECONDS: Final = 1.0
 _SCARCE_SECONDS: Final = 0.1
 _SETTLED_SECONDS: Final = 1.0
 _SHARE: Final = 8
-"""The unadmitted connections of an address may number up to 1/8 of all connections, but at least 8."""
+"""Each address may have unadmitted connections up to 1/8 of the connection limit, or 8 if that is more."""
 _FILES: Final = Path("/proc/self/fd")
 
 
@@ -65,8 +65,8 @@ class Listener:
         takes_services: whether calls by other services can be distinguished from calls by clients.
 
     Raises:
-        InvalidArgumentError: a configured file is unusable, or neither an internal secret nor tokens are configured
-            although the service needs one of them to distinguish services from clients.
+        InvalidArgumentError: a configured file is unusable, or the service must distinguish services from clients but
+            has neither an internal secret nor tokens.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -151,7 +151,7 @@ class Listener:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Check that this process can listen on an address. If it cannot, gRPC would print the reason only to stderr.
+    """Check that this process can listen on an address. Without this check, gRPC reports a failure only on stderr.
 
     Raises:
         OSError: the address is in use or does not belong to this machine.
@@ -190,7 +190,7 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """Closes connections without an admitted call, and connections of given peers, but only if /proc exists.
+    """Closes connections without an admitted call, and connections of given peers. Has no effect without /proc.
 
     The event loop owns `_admitted_at`, and the running sweep owns `_connections`.
 
@@ -210,9 +210,9 @@ class Connections:
         self._closed_count = 0
 
     async def sweep(self, port: int) -> None:
-        """Close connections to a port that have no admitted call and are either too old or too numerous.
+        """Close connections to a port if they have no admitted call and are either too old or too numerous.
 
-        This method should be called about once per second. If few connections are left, the sweep is repeated at a
+        Call this method about once per second. If few connections are still available, the sweep is repeated at a
         shorter interval.
         """
         while True:
@@ -221,7 +221,7 @@ class Connections:
             await asyncio.sleep(_SCARCE_SECONDS)
 
     async def _sweep(self, port: int) -> int:
-        """Sweep the connections once and return their number."""
+        """Sweep the connections once and return the number of connections found."""
         now, admitted = time.monotonic(), set(self._admitted_at)
         self._closed_count += await run_in_daemon_thread(
             lambda: self._close_idle(port, admitted, now), thread_name="tq-connections"
@@ -250,7 +250,7 @@ class Connections:
             self._closed_count = 0
 
     def _close_idle(self, port: int, admitted: set[str], now: float) -> int:
-        """Close connections without an admitted call, in a separate thread, and return how many were closed."""
+        """Close connections without an admitted call and return how many were closed. Runs in a separate thread."""
         self._connections = dict(_look(port, self._connections, now))
         strangers: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for descriptor, each in self._connections.items():

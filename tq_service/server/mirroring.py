@@ -43,7 +43,7 @@ class Registration:
         self._until = sent_at + 3 * heartbeat_seconds - _MARGIN_SECONDS
 
     def holds(self) -> bool:
-        """Return whether the service is certainly registered, so that no other service has adopted its puts."""
+        """Return whether the service is certain to be registered, so no other service can have adopted its puts."""
         return time.monotonic() < self._until
 
 
@@ -68,7 +68,7 @@ class Mirroring:
     """Manages the mirror and the adopted instances of a storage service. Use this class from a single event loop.
 
     Args:
-        objects: object store, which `close` closes.
+        objects: object store, closed by `close`.
         url: URL of the object store, without secrets.
         node: name of this service's machine.
         copies: desired number of copies of each put.
@@ -187,7 +187,7 @@ class Mirroring:
         own: StorageEngine,
         search_id: bytes,
     ) -> Adopted:
-        """End any earlier adoption of a lost instance, releasing its puts, and adopt the instance's puts."""
+        """Adopt the puts of a lost instance, after ending any earlier adoption and releasing its puts."""
         if earlier is not None:
             earlier.cancel()
             await asyncio.wait((earlier,))
@@ -246,7 +246,7 @@ class Mirroring:
             await self.leave(adopted)
 
     async def _watch(self, adopted: Adopted) -> None:
-        """Release an adopted instance once it has been without puts for `_IDLE_SECONDS`."""
+        """Release an adopted instance once it has held no puts for `_IDLE_SECONDS`."""
         idle_seconds = 0.0
         while idle_seconds < _IDLE_SECONDS:
             await asyncio.sleep(_LOOK_SECONDS)

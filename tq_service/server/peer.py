@@ -26,12 +26,11 @@ class Peer(Generic[Stub]):
     Args:
         address: address of the other service.
         credentials: credentials of this service.
-        make_stub: function that creates the stub for a channel, namely the generated class, which is typed for sync
-            channels.
-        options: options of the channel.
+        make_stub: the generated stub class, which is typed for sync channels.
+        options: gRPC options for the channel.
 
     Attributes:
-        stub: current stub. Each call through the stub needs `metadata()`.
+        stub: current stub. Pass `metadata()` with each call through the stub.
 
     Raises:
         InvalidArgumentError: the credentials must not be sent to this address, for example because the connection is
@@ -63,7 +62,7 @@ class Peer(Generic[Stub]):
         return self._credentials.metadata()
 
     def follow_files(self) -> None:
-        """Open a new channel if the certificates have changed. This method should be called after each failed call."""
+        """Open a new channel if the certificates have changed. Call this method after each failed call."""
         signature = self._credentials.signature()
         if signature == self._opened_with:
             return
@@ -91,7 +90,7 @@ class PeerOutage:
     """Logs the start and end of outages of another service, and each new problem during an outage.
 
     Args:
-        log: logger to use.
+        log: logger that receives the messages.
         peer: name of the other service in log messages.
         fields: fields added to each log message, such as the address.
     """
@@ -109,7 +108,7 @@ class PeerOutage:
         Args:
             problem: problem as a verb phrase, such as "does not answer".
             error: error raised by the call. The error's text may differ between attempts.
-            level: level of the log message.
+            level: severity of the log message.
         """
         if self._began is None:
             self._began = time.monotonic()

@@ -48,11 +48,11 @@ _restore = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def tuned_process() -> Iterator[None]:
-    """Tune this process during a `with` block. If blocks overlap, the process stays tuned until the last one ends.
+    """Tune this process inside a `with` block. If blocks overlap, the process stays tuned until the last one ends.
 
-    Existing objects are excluded from garbage collection, and Python triggers collections later. The service creates
-    few reference cycles, whereas a full collection scans all recorded plans and blocks the event loop.
-    `collect_garbage` compensates for the later collections by running some itself.
+    Existing objects are excluded from garbage collection, and Python waits longer before it triggers a collection. The
+    service creates few reference cycles, whereas a full collection scans all recorded plans and blocks the event loop.
+    `collect_garbage` makes up for the delayed collections by running some itself.
 
     Threads also yield to the event loop sooner. The memory settings and the raised file limit remain in effect after
     the block.
@@ -112,7 +112,7 @@ def raise_file_limit() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return malloc's free memory to the operating system, which may take a while. Without glibc, do nothing."""
+    """Return malloc's free memory to the operating system. This may take a while. Without glibc, do nothing."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 

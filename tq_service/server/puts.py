@@ -16,7 +16,8 @@ Why no put is lost or leaked:
 
 - *A commit is in flight.* The controller knows the put, so the storage service keeps it and asks about it again later.
 - *A commit arrives after the controller reported the put as unknown.* The put's receipt is void. The heartbeat that
-  asked about the put also raised the earliest valid issue time, and receipts of overdue puts are older than that.
+  asked about the put also raised the earliest valid issue time, and all receipts of overdue puts are older than that
+  time.
 - *A second commit arrives after the put was freed.* The commit is rejected while any receipt of the put may be valid.
   A client that puts the data again uses a new put_id, so freeing cells late or twice is harmless.
 - *The controller restarts, or a standby takes over.* The controller creates new receipt keys and reads all committed
@@ -107,7 +108,7 @@ class Holder(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Calls:
-    """In-flight calls that commit the same put: how many there are, and whether any of them has received a response."""
+    """In-flight calls that commit the same put: their number, and whether any of them succeeded or was rejected."""
 
     call_count: int = 0
     is_answered: bool = False
@@ -127,7 +128,7 @@ class Puts:
         supervisor: supervisor of the background task that frees cells.
 
     Attributes:
-        require: the argument of the same name.
+        require: function `require` passed to the constructor.
         has_some_elsewhere: whether storage services in other processes store puts. If no other storage service stores
             puts, put updates take effect immediately, because the embedded storage service and the controller share a
             journal. In that journal, the controller's record of a change precedes the storage service's record.
@@ -173,7 +174,7 @@ class Puts:
         return [put.put_id for put in puts if put not in self._committed and put not in self._uncommitted]
 
     def known(self, storage_id: str, boot_id: bytes) -> KnownPuts:
-        """Return a snapshot of the puts in a storage service that the controller knows."""
+        """Return a snapshot of the puts that the controller knows in a storage service."""
         return KnownPuts(
             storage_id=storage_id,
             boot_id=boot_id,
@@ -185,7 +186,7 @@ class Puts:
     # Committing
 
     def is_committed(self, put: Put) -> bool:
-        """Return whether samples use cells of a put."""
+        """Return whether any sample uses a cell of a put."""
         return put in self._committed
 
     def check_uncommitted(self, put: Put) -> None:
@@ -201,8 +202,8 @@ class Puts:
         """Record a put as being committed during the `with` block.
 
         Several calls may commit a put concurrently, such as an abandoned call and its retry. If all of these calls end
-        without committing the put and at least one of them was rejected, the last one frees the put. If all of them
-        were cancelled or failed with `UnavailableError`, the put is kept, because a retry may still commit it.
+        without committing the put and at least one of them was rejected, the last one frees the put. If all of these
+        calls were cancelled or failed with `UnavailableError`, the put is kept, because a retry may still commit it.
 
         Yields:
             A function that raises an error if the put has been freed.
@@ -355,7 +356,7 @@ class Puts:
                 holder.free(cells)
 
     async def close(self) -> None:
-        """Stop the background task and free all cells that are due to be freed."""
+        """Stop the background task and free all cells that are still waiting to be freed."""
         self._is_closed = True
         if self._freeing is not None:
             self._freeing.cancel()
@@ -364,14 +365,14 @@ class Puts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownPuts:
-    """A snapshot of the puts in a storage service that the controller knows.
+    """A snapshot of the puts that the controller knows in a storage service.
 
     Attributes:
         storage_id: name of the storage service.
         boot_id: instance id of the storage service.
         cells: cells used by samples in all storage services, by partition.
         leaving: cells in all storage services that samples no longer use but that have not yet been freed.
-        uncommitted: puts in all storage services whose commit is in flight.
+        uncommitted: puts, in all storage services, whose commits are in flight.
     """
 
     storage_id: str
@@ -393,7 +394,7 @@ class KnownPuts:
                 yield put_cells(cells)
 
     def pieces(self) -> Iterator[storage_control_pb2.ReconcilePutsRequest]:
-        """Yield the list's messages after the first one, each with about a thousand puts. Thread-safe."""
+        """Yield the messages that follow the list's first message, each with about a thousand puts. Thread-safe."""
         staying = iter(self.staying())
         while some := list(islice(staying, _MOST_PUTS)):
             yield storage_control_pb2.ReconcilePutsRequest(staying_put_ids=some)

@@ -30,7 +30,7 @@ _SEAL_BYTES: Final = 32
 
 
 class ReceiptKeys:
-    """The keys that a storage service uses to seal receipts: one key per controller that it is registered with."""
+    """The keys that a storage service uses to seal receipts, one for each controller that has registered it."""
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
@@ -52,8 +52,8 @@ class ReceiptKeys:
         highest = self._epochs.get(controller_id, 0)
         if epoch < highest:
             raise PreconditionError(
-                f"the calling controller has epoch {epoch}, but its cluster is now led by one with epoch {highest}. "
-                "Restart the calling controller as a standby"
+                f"the calling controller has epoch {epoch}, but its cluster is now led by a controller with epoch "
+                f"{highest}. Restart the calling controller as a standby"
             )
         if epoch:
             self._epochs[controller_id] = epoch
@@ -79,7 +79,7 @@ class ReceiptKeys:
         self._current[controller_id] = key
 
     def check_key(self, controller_id: bytes, key: bytes) -> None:
-        """Reject a call whose key is not that of the latest registration, for example after a restart.
+        """Reject a call whose key does not belong to the latest registration, for example after a restart.
 
         Raises:
             UnavailableError: this service does not yet know the key, or the key has been replaced.
@@ -126,7 +126,7 @@ class ReceiptBook:
             del self._revoked[put_id]
 
     def revoke(self, put_id: bytes) -> None:
-        """Invalidate the receipts of a put that will be freed."""
+        """Invalidate the receipts of a put that is about to be freed."""
         self._revoked[put_id] = math.inf
 
     def on_freed(self, put_ids: Iterable[bytes], freed_at: float) -> None:

@@ -64,10 +64,10 @@ class RemoteStorage:
 
     Args:
         request: first heartbeat of the process.
-        known: function that returns the service's puts that the controller knows.
+        known: function that returns which of the service's puts the controller knows.
         silence_seconds: time without a heartbeat after which no further puts are placed in the service.
         credentials: credentials of this controller.
-        controller_id: id of this controller, as the owner of puts.
+        controller_id: id under which this controller owns puts.
         epoch: this controller's epoch if it leads a cluster.
         supervisor: supervisor of the background tasks, or None to create one.
         replaces: previously registered process of this service, or None if there was none.
@@ -149,7 +149,7 @@ class RemoteStorage:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the service has sent no heartbeat for too long. No puts are placed in a silent service."""
+        """Whether the service's last heartbeat is too old. No puts are placed in a silent service."""
         return time.monotonic() - self._heard_at > self._silence_seconds
 
     @property
@@ -158,7 +158,7 @@ class RemoteStorage:
         return self.heard.max_bytes
 
     def free_bytes(self) -> int:
-        """Return the number of free bytes. Bytes expected for placed puts do not count as free."""
+        """Return the number of free bytes. Bytes that placed puts are expected to use do not count as free."""
         limit = UNBOUNDED_BYTES if self.heard.max_bytes is None else self.heard.max_bytes
         return limit - self.heard.used_bytes - self._placed_bytes
 
@@ -196,7 +196,7 @@ class RemoteStorage:
 
         Raises:
             NotFoundError: the service's mirror contains no data of the instance.
-            TqError: the service could not adopt the puts, possibly only for the moment.
+            TqError: the service could not adopt the puts, possibly only temporarily.
         """
         storage_id, boot_id = instance
         request = storage_control_pb2.AdoptRequest(
@@ -243,7 +243,7 @@ class RemoteStorage:
             self._delivering = self._supervisor.start(name, self._deliver_all(), may_end=True)
 
     async def _reconcile_always(self) -> None:
-        """Send the list of known puts about every hour, each time retrying until the service accepts it."""
+        """Send the list of known puts about every hour, each time retrying until the service accepts the list."""
         while True:
             try:
                 answer = await self._repeat("does not accept the list of known puts", self._reconcile)
@@ -337,7 +337,7 @@ class RemoteStorage:
 def _closing_is_an_error() -> Iterator[None]:
     """Raise UnavailableError if a call fails because its channel is closed.
 
-    For a closed channel, gRPC raises CancelledError, which would end a task that was not cancelled, such as the one
+    For a closed channel, gRPC raises CancelledError, which would end a task that was not cancelled, such as the task
     that frees cells.
     """
     try:

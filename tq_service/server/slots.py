@@ -49,7 +49,7 @@ class Slots:
         self._max_wait_cap_seconds = max_wait_cap_seconds
 
     async def acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
-        """Create slots once capacity is available, in a shared queue with puts that create samples. See `Acquire`."""
+        """Create slots once capacity is available. Puts that create samples wait in the same queue. See `Acquire`."""
         message = request.write
         recorded: pb.AcquireResponse | None = self._catalog.recorded(request.request_id, pb.AcquireResponse)
         if recorded is not None:
@@ -98,7 +98,7 @@ class Slots:
         return self._catalog.run_once(request.request_id, make, pb.AcquireResponse)
 
     def _without_slots(self, partition: Partition, task_name: str, *, is_end: bool) -> pb.AcquireResponse:
-        """Return a response without slots, whose status is "end" if the partition is sealed and "not yet" otherwise."""
+        """Return a response without slots. Its status is "end" if the partition is sealed and "not yet" otherwise."""
         task = self._catalog.task(partition, task_name)
         answer = EndCounts(consumed_count=task.consumed_count, kept_count=task.kept_count) if is_end else NotYet()
         return converters.slots_answer(
@@ -126,7 +126,7 @@ def _check_holding(catalog: Catalog, request: pb.AcquireRequest) -> ClaimAcked |
     if claim is None or not indexes.size:
         missing = "claim" if claim is None else "global_indexes"
         raise InvalidArgumentError(
-            f"holding lacks {missing}; expected samples that the worker has leased and their claim. Set both, or "
+            f"holding is missing {missing}. Pass both the leased samples and the claim they are leased under, or "
             f"unset holding and ack.",
             field=f"holding.{missing}",
         )

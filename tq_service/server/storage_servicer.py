@@ -171,9 +171,9 @@ class EngineDriver:
             return list(zip(reading.headers, receiver.finish(), strict=True))
 
     async def open(self, request: pb.GetRequest) -> Reading:
-        """Open a reading of the requested cells, which do not change until the reading is closed.
+        """Open the requested cells for reading. The cells do not change until the reading is closed.
 
-        To close the reading, use it as a context manager.
+        Use the returned reading as a context manager, which closes it at the end of the block.
         """
         engine = self.engine_of(request.boot_id)
         await engine.check(request.put_ids)
@@ -181,7 +181,7 @@ class EngineDriver:
         return await engine.open_long_read(runs, list(request.put_ids), request.slices)
 
     def engine_of(self, boot_id: bytes) -> StorageEngine:
-        """Return the engine for an instance id: either this service's own engine or that of an adopted instance.
+        """Return the engine for an instance id: either this service's own engine or the engine of an adopted instance.
 
         Raises:
             DataLossError: the instance is unknown to this storage service.
@@ -380,7 +380,7 @@ class StorageServicer:
     async def _take(
         self, header: pb.PutHeader, receive: Receive, context: Context, *, store: BlobStore | None = None
     ) -> pb.PutResponse:
-        """Reserve capacity for a put, store the bytes from `receive`, and commit the put if its header has a commit.
+        """Reserve capacity for a put, store the bytes from `receive`, and commit the put if a commit is included.
 
         If an error occurs, the put is removed. If `store` is None, the bytes are stored in the engine's default store.
         """
@@ -533,7 +533,7 @@ class StorageServicer:
         progress: Progress,
         stack: contextlib.ExitStack,
     ) -> Transfer:
-        """Open the bulk transfer for a get. It takes over the resources on `stack` and is closed by `stack`."""
+        """Open the bulk transfer for a get. The transfer takes over the resources on `stack`, which also closes it."""
         slices = await reading.gather_list(without)
 
         def send(connection: BulkConnection, start: int, end: int, moved: Moved) -> None:
@@ -571,7 +571,7 @@ class StorageServicer:
     def _shared_part(
         self, request: pb.GetRequest, reading: Reading
     ) -> tuple[Session | None, Sequence[SharedMemory], pb.SharedColumns]:
-        """Return the session, memories and columns that can be read through shared memory.
+        """Return the columns that can be read through shared memory, together with the session and the memories.
 
         The session is None if no column can be read through shared memory.
         """
@@ -611,7 +611,7 @@ class StorageServicer:
             gone = {each.put_id for each in cells}  # puts that an earlier attempt of this call may have freed
             for put_id in filter(may_change, request.committed_put_ids):
                 if not engine.confirm(put_id) and put_id not in gone:
-                    _log.error(LogMessage("a put that holds cells of samples is missing", put_id=put_id))
+                    _log.error(LogMessage("a put with cells that samples use is missing", put_id=put_id))
             freed_at = engine.puts.clock()
             engine.free([each for each in cells if may_change(each.put_id)])
             return storage_control_pb2.UpdatePutsResponse(freed_at=freed_at, receipts_valid_from=engine.puts.valid_from)

@@ -99,7 +99,7 @@ class EmbeddedStorage:
         )
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return the contents that a receipt of the put would have, read from the put itself.
+        """Return the contents that a receipt for the put would have, as read from the put itself.
 
         Raises:
             InvalidArgumentError: the receipt is not empty, although this storage service does not issue receipts.
@@ -119,7 +119,7 @@ class EmbeddedStorage:
 
 
 Storage: TypeAlias = EmbeddedStorage | RemoteStorage
-"""A storage service as seen by the controller. Both classes have the same methods."""
+"""A storage service as seen by the controller. `EmbeddedStorage` and `RemoteStorage` have the same methods."""
 
 
 class StorageRegistry:
@@ -130,12 +130,11 @@ class StorageRegistry:
         heartbeat_seconds: interval at which storage services in other processes send heartbeats.
         credentials: credentials of this controller.
         snapshot_cells: function that returns the cells currently used by samples, by partition.
-        controller_id: id of this controller as the owner of puts, which restarts do not change, or None for a random
-            id.
+        controller_id: id under which this controller owns puts, unchanged by restarts, or None for a random id.
         epoch: function that returns this controller's epoch in its cluster, or 0 without a cluster.
         after_durable: function that calls its argument once all changes made so far are durable.
-        takes_heartbeats: function that returns whether heartbeats reach the registry, which is False while middleware
-            rejects them.
+        takes_heartbeats: function that returns whether heartbeats reach the registry. While middleware rejects
+            heartbeats, the function returns False.
         supervisor: supervisor of the background tasks, or None to create one.
 
     Attributes:
@@ -381,7 +380,7 @@ class StorageRegistry:
             yield engine.on_answer(asked, unknown)
 
     def place(self, size_bytes: int, put_id: bytes = b"") -> PlacePutResponse:
-        """Choose a storage service for a put, and grant the client storage services for its next puts.
+        """Choose a storage service for a put, and grant the client storage services to use for its next puts.
 
         Puts of similar size are distributed by start-time fair queueing (Goyal, Vin and Cheng 1996). Each storage
         service receives a share proportional to its free bytes, regardless of the age of its last heartbeat. There is a
@@ -390,7 +389,7 @@ class StorageRegistry:
         bytes.
 
         Args:
-            size_bytes: size of the put.
+            size_bytes: size of the put, in bytes.
             put_id: id of the put, or b"" for a new put. If the put was placed before, the earlier attempt has failed,
                 so another service is chosen.
 
@@ -514,7 +513,7 @@ class StorageRegistry:
         return storage.driver
 
     async def close(self) -> None:
-        """Free all cells due to be freed, stop background tasks, and close the connections to storage services."""
+        """Free the cells still waiting to be freed, stop background tasks, and disconnect from storage services."""
         await self.puts.close()
         storages = [*self._storages.values(), *self.adoptions.taken.values()]
         await asyncio.gather(*(storage.close() for storage in storages), *self._closing)

@@ -40,7 +40,7 @@ class Supervisor:
 
         Args:
             name: description of the task in log messages.
-            work: coroutine to run.
+            work: coroutine to run as the task.
             may_end: whether the task may end before `stop` is called. Otherwise, an early end is a fatal failure.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)

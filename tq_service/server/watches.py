@@ -48,7 +48,7 @@ _List: TypeAlias = Literal["cleared_samples", "samples"]
 
 @dataclass(slots=True, eq=False)
 class _Watcher:
-    """A watch call. All changes up to `revision` have been, or are being, sent to its client."""
+    """A watch call. All changes up to `revision` have been, or are being, sent to the call's client."""
 
     selection: Watched
     revision: int
@@ -128,7 +128,7 @@ class Watches:
                 self._ends.discard(end)
 
     def drain(self) -> None:
-        """End all watch calls. If a client does not read, end its call after a second so as not to delay shutdown."""
+        """End all watch calls. If a client does not read, end the call after a second to avoid delaying shutdown."""
         self._is_draining = True
         if self._round is not None:
             self._round.cancel()
@@ -150,7 +150,7 @@ class Watches:
             is_due = not await self._until_round(watcher, min(progress_seconds, left_seconds))
 
     async def _send_changes(self, watcher: _Watcher, *, is_due: bool) -> None:
-        """Send the changes since a watcher's revision. If nothing has changed, send only the revision, if due."""
+        """Send the changes since a watcher's revision. If nothing has changed, send at most the revision, when due."""
         key = watcher.selection, watcher.revision
         shared = self._shared.get(key)
         if shared is not None and shared.revision.number >= self._history.forgotten_at:
@@ -180,7 +180,7 @@ class Watches:
             self._round = asyncio.get_running_loop().create_task(self._make_round())
 
     async def _make_round(self) -> None:
-        """Wake all waiting watch calls to look for changes."""
+        """Wake all waiting watch calls so that they look for changes."""
         loop, pace = asyncio.get_running_loop(), LoopYielder()
         try:
             interval = max(_LEAST_INTERVAL_SECONDS, self.calls.count / _ANSWERS_A_SECOND)
@@ -196,7 +196,7 @@ class Watches:
             self._on_change()
 
     async def _until_round(self, watcher: _Watcher, seconds: float) -> bool:
-        """Wait for the next round, which a change starts. Return False if no round starts within `seconds`."""
+        """Wait for the next round. Only a change starts a round. Return False if no round starts within `seconds`."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(waiting)
         if self._history.number > watcher.revision:

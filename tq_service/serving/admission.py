@@ -209,7 +209,7 @@ class RatioBound:
         return demand.sample_count
 
     def used(self) -> int:
-        """Return the limit minus the number of samples that may be inserted now."""
+        """Return the limit minus the number of samples that may still be inserted now."""
         return self.limit - self._ratio.inserts_left()
 
     def waits_for(self, got: int) -> str:
@@ -338,11 +338,12 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
     Attributes:
         look: function that returns the write's current demand, or None if the write needs no capacity. The function
             raises an error if the partition would reject the write.
-        names_keys: whether the write specifies keys. Other writes may add samples with these keys during the wait.
+        names_keys: whether the write specifies keys. Other writes may add samples with the same keys during the wait.
         demand: last known demand of the write, or None if the write needs no capacity.
         seen: state of the partition when `demand` was determined. More keys and groups may have been added since then.
         since: time at which the write arrived or its last turn ended; see `AdmissionTurn`.
-        admitted: future that completes when the write receives capacity, and fails if it can never receive any.
+        admitted: future that completes when the write receives capacity, and fails if the write can never receive
+            capacity.
     """
 
     queue: AdmissionQueue
@@ -359,7 +360,7 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
 
     @property
     def has_capacity(self) -> bool:
-        """Whether the write's capacity is still reserved for it, rather than for a retry of the call."""
+        """Whether capacity is still reserved for this write, rather than for a retry of the call."""
         return self.queue.has_admitted(self)
 
 
@@ -419,7 +420,7 @@ class AdmissionQueue:
     async def enter(
         self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None
     ) -> WaitingWrite:
-        """Wait behind earlier writes for a write's capacity, or return immediately if it needs no capacity.
+        """Wait behind earlier writes for a write's capacity, or return immediately if the write needs no capacity.
 
         Args:
             request_id: id shared by the call and its retries.
@@ -463,9 +464,9 @@ class AdmissionQueue:
             del entering  # otherwise, an exception's traceback would keep this frame and the partition alive
 
     def enter_now(self, request_id: bytes, look: Callable[[], Demand | None]) -> WaitingWrite:
-        """Reserve capacity without waiting, if enough is left after all waiting writes.
+        """Reserve capacity without waiting, if enough is left after serving all waiting writes.
 
-        If too little capacity is left, raise the timeout error of `enter`.
+        If too little capacity is left, raise the same error as when `enter` times out.
         """
         entering = self._join(request_id, look, names_keys=False)
         if not entering.admitted.done():
@@ -476,7 +477,7 @@ class AdmissionQueue:
         return entering
 
     def _join(self, request_id: bytes, look: Callable[[], Demand | None], *, names_keys: bool) -> WaitingWrite:
-        """Add a write to the queue, unless the write needs no capacity or already has it."""
+        """Add a write to the queue, unless the write needs no capacity or already has capacity."""
         entering = WaitingWrite(
             queue=self, request_id=request_id, look=look, names_keys=names_keys, since=self._clock()
         )
@@ -503,7 +504,7 @@ class AdmissionQueue:
         return entering
 
     def has_admitted(self, admission: WaitingWrite) -> bool:
-        """Whether a write's capacity is still reserved for it."""
+        """Whether capacity is still reserved for a write."""
         return self._admitted.get(admission.request_id) is admission
 
     def leave(self, admission: WaitingWrite) -> None:
@@ -561,8 +562,8 @@ class AdmissionQueue:
         """Whether a write can be admitted.
 
         A write can be admitted if it needs no capacity, or if it may pass other writes and fits alongside the admitted
-        writes. The demand is recomputed only if it may have decreased, or when the write fits. As a result, not all
-        keys of a large waiting put are looked up after each small clear.
+        writes. The demand is recomputed only if it may have decreased, or when the write fits. As a result, a small
+        clear does not cause all keys of a large waiting put to be looked up.
         """
         if self._may_take_less(waiting):
             self._update_demand(waiting)
@@ -574,7 +575,7 @@ class AdmissionQueue:
         return waiting.demand is None or self._refusing(waiting.demand, admitted) is None
 
     def _may_take_less(self, waiting: WaitingWrite) -> bool:
-        """Whether a write's demand may have changed because its samples or groups now exist or it is now rejected."""
+        """Whether a write's demand may have changed: its samples or groups now exist, or the write is now rejected."""
         if waiting.demand is None or waiting.seen is None or waiting.seen[0] != self._partition.sealed:
             return True
         added = self._partition.table.next_index - waiting.seen[1]
@@ -615,7 +616,7 @@ class AdmissionQueue:
         )
 
     def _note(self, bound: Bound, asking: ClaimRequest | None = None) -> str:
-        """Return a note on why a bound makes writes wait, namely earlier puts or a deadlock.
+        """Return a note on what makes writes wait at a bound: earlier puts or a deadlock.
 
         Return "" if the reason is unknown.
         """
@@ -634,7 +635,7 @@ def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | No
     Args:
         partition: partition of the task.
         planner: planner of the task.
-        asking: claim that is already waiting, ignored if it belongs to a different task.
+        asking: claim that is already waiting. Ignored if the claim belongs to a different task.
     """
     task, waiting = planner.task, [request for request, _ in planner.waiting_claims()]
     if asking is not None and asking.task_name == task.name:

@@ -38,7 +38,8 @@ class Backlog:
     """A task's backlog as of the last scan.
 
     Attributes:
-        ready_count: number of samples that a claim like the last one could receive, or None if there was no claim.
+        ready_count: number of samples that a claim like the task's last claim could receive, or None if there was no
+            claim.
         oldest_version: lowest version among the samples left for the task, or None if none of them has a version.
         newest_version: highest version among all stored samples, or None if no sample has a version.
     """
@@ -49,7 +50,7 @@ class Backlog:
 
     @property
     def staleness_versions(self) -> float | None:
-        """Staleness in versions of the oldest sample left for the task, or None if those samples have no versions."""
+        """Staleness, in versions, of the oldest sample left for the task, or None if those samples have no versions."""
         if self.oldest_version is None:
             return None
         return 0.0 if self.newest_version is None else max(0.0, self.newest_version - self.oldest_version)
@@ -94,7 +95,7 @@ class Backlogs:
         return None if known is None else known.backlog
 
     async def refresh(self, wanted: Iterable[tuple[Partition, TaskLedger]]) -> None:
-        """Recompute those of the given backlogs that are due. A long scan may continue after this method returns."""
+        """Recompute the given backlogs if they are due. A long scan may continue after this method returns."""
         slices, loop, wait_seconds = Slices(), asyncio.get_running_loop(), _WAIT_SECONDS
         due = defaultdict[Partition, list[TaskLedger]](list)
         for partition, task in wanted:
@@ -132,7 +133,7 @@ class Backlogs:
                 await slices.turn()
 
     def _is_due(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether a backlog is due to be recomputed: it may have changed, and the last scan was long enough ago."""
+        """Whether a backlog is due: it may have changed, and enough time has passed since the last scan."""
         known, now = self._known.get(task), asyncio.get_running_loop().time()
         return known is None or (known.next_at <= now and known.marks != self._marks(partition, task))
 

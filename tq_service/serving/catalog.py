@@ -261,7 +261,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The answer to a claim and the answers for the later batches of its range.
+    """The answer to a claim and the answers for the later batches of the claim's range.
 
     `partition` is None if the partition does not exist.
     """
@@ -317,8 +317,8 @@ class Catalog:
         on_freed: function called with cells that no longer belong to any sample, after the change that freed them has
             been appended to the log.
         on_batch: function called for each batch recorded for ranks, with the sampler name and the batch statistics.
-        on_planned: function called for each planned batch, with the partition, the task name and the claim. The call is
-            made in the event-loop step that records the plan, while the plan's rows are unchanged.
+        on_planned: function called for each planned batch, with the partition, the task name and the claim.
+            `on_planned` is called in the event-loop step that records the plan, while the plan's rows are unchanged.
         on_partition: function called with a partition and "created", "restored" or "removed".
     """
 
@@ -686,7 +686,7 @@ class Catalog:
                 partition.incarnation = os.urandom(16)
 
     def end_replacement(self) -> None:
-        """Accept changes again and apply the postponed ones.
+        """Accept changes again and apply the postponed changes.
 
         Do nothing if no replacement is in progress.
         """
@@ -718,7 +718,7 @@ class Catalog:
     # Claims
 
     def planner(self, partition: Partition, task_name: str) -> Planner:
-        """Return the planner of a task, which is created on first use."""
+        """Return a task's planner, creating the planner on first use."""
         planners = self._serving_of(partition).planners
         if task_name not in planners:
             task = self.task(partition, task_name)
@@ -729,7 +729,7 @@ class Catalog:
         return planners[task_name]
 
     def task(self, partition: Partition, task_name: str) -> TaskLedger:
-        """Return the ledger of a task, which is created on first use."""
+        """Return a task's ledger, creating the ledger on first use."""
         task = partition.tasks.get(task_name)
         if task is None:
             self.limits.check_task(partition, task_name)
@@ -876,9 +876,9 @@ class Catalog:
         name, not_before = request.task_name, request.not_before
         if name in partition.settings.releasing_tasks and request.rank is None and request.lease is None:
             raise PreconditionError(
-                f"task {name!r} of partition {partition_id!r} claims samples without a lease; expected a lease, as "
-                f"the partition releases samples after this task has acknowledged them. Claim with a lease, and "
-                f"acknowledge finished samples.",
+                f"task {name!r} of partition {partition_id!r} claims samples without a lease; expected a lease, "
+                f"because the partition releases samples after this task has acknowledged them. Claim with a lease, "
+                f"and acknowledge finished samples.",
                 metadata={"task_name": name},
             )
         if name not in partition.tasks:
@@ -915,7 +915,7 @@ class Catalog:
         claim: ClaimRequest | None = None,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Partition | None:
-        """Wait until a partition exists and return it, or return None at the deadline, which is in event-loop time.
+        """Wait until a partition exists and return it, or return None at the deadline (in event-loop time).
 
         Raises:
             UnavailableError: the server is shutting down.

@@ -88,7 +88,7 @@ class Explainer:
         return [replace(await self._reason(partition, request), waiting_count=count) for request, count in waiting]
 
     async def _arrivals(self, partition_id: str, task_name: str) -> list[WaitReason]:
-        """Return the calls that wait for a missing partition as reasons without text. Equal calls share one reason."""
+        """Return a reason without text for each call that waits for a missing partition. Equal calls share a reason."""
         alike, slices = Counter[tuple[str, tuple[str, ...]]](), Slices()
         for claim in self._catalog.awaiting(partition_id):
             alike[("", ()) if claim is None else (claim.task_name, claim.spec.data_fields)] += 1
@@ -130,7 +130,7 @@ class Explainer:
         return await asyncio.shield(self._recent[key])
 
     def _lacking_version(self, wanted: NotBefore | None) -> str | None:
-        """Return a sentence about the version that a claim waits for, or None if the claim waits for none."""
+        """Return a sentence about the version that a claim waits for, or None if no version is awaited."""
         if wanted is None or self._catalog.versions.is_published(wanted.policy, wanted.version):
             return None
         policy = self._catalog.policies.get(wanted.policy)
@@ -159,7 +159,7 @@ class Explanation:
         partition: partition of the task.
         task: ledger of the claiming task.
         request: one of the equal claims to explain.
-        length: length source that the claim's sampler needs, or None if it needs no lengths.
+        length: length source that the claim's sampler needs, or None if the sampler needs no lengths.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The change history, which tells watching clients what has changed in partitions, samples and tasks since a revision.
 
-Revisions number the states of this service instance that clients have seen. Each change belongs to the next revision.
-The history stores the revision of the last change to each row (in a column) and to each task:
+A revision is the number of a state of this service instance that clients have seen. Each change belongs to the next
+revision. The history stores the revision of the last change to each row (in a column) and to each task:
 
     revision 7 is issued
     rows 3 and 4 of "a" are written, a task of "b" claims samples: recorded under revision 8
@@ -9,8 +9,8 @@ The history stores the revision of the last change to each row (in a column) and
     row 4 of "a" is written: recorded under revision 9
     a watcher at revision 7 receives rows 3 and 4 of "a" in their current state and the task of "b", and is now at 9
 
-The state of a watcher is therefore a single number. A watcher that has fallen behind receives each item that has
-changed since its revision once, in the item's latest state. Only blocks that contain changed rows are searched.
+The state of a watcher is therefore a single number. A watcher that has fallen behind receives each changed item only
+once, in the item's latest state. Only blocks that contain changed rows are searched.
 
 Removed rows and partitions can no longer be read, so a log of limited size records their names. If the log has dropped
 removed rows that a watcher has not seen, the watcher receives the entire partition again. If the log has dropped a
@@ -314,7 +314,7 @@ def _changes_of(
 
 
 def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iterable[int]:
-    """Set the revision of those given rows that still exist. Return the numbers of the rows' blocks."""
+    """Set the revision of the given rows that still exist. Return the numbers of the rows' blocks."""
     revisions = table.columns.get(_COLUMN) or table.unsaved_column(_COLUMN, np.int64, 0)
     if isinstance(rows, range):
         revisions.write(slice(table.position_from(rows.start), table.position_from(rows.stop)), number)

@@ -1,8 +1,8 @@
 """Lists samples and names in pages, waits for samples, and clears samples in parts.
 
-The size of a page and its number of samples are limited, so each page is produced quickly. A page token encodes the
-start of the page and the partition's incarnation. Tokens need not be secret, because a client that may list a partition
-may read every page of the list.
+The size of a page and the number of samples on it are limited, so each page is produced quickly. A page token encodes
+the start of the page and the partition's incarnation. Tokens need not be secret, because a client that may list a
+partition may read every page of the list.
 
 `LookupWait` waits until enough samples are found. `Clearing` clears the selected samples in parts and lets other calls
 run between parts. `ClearingFields` clears only some fields of the selected samples.
@@ -60,7 +60,7 @@ class Part:
 
     Attributes:
         positions: table positions of the samples, of shape `(n,)`.
-        places: place of each sample in the selection, of shape `(n,)`. A later part can start at any such place.
+        places: place of each sample in the selection, of shape `(n,)`. A later part can start at any of these places.
         next_place: place at which the next part starts, or None for the last part.
     """
 
@@ -79,14 +79,14 @@ class Part:
 class Selection:
     """The samples selected by a request.
 
-    Individually selected samples appear in the order of `indexes`, followed by the order of `keys`. Otherwise, the
+    Individually selected samples appear in the order of `indexes`, and then in the order of `keys`. Otherwise, the
     selection contains the members of `groups` and `rollouts`, or all samples, in order of insertion. A selection may
     contain millions of samples, so it is read in parts. A place is either an offset into the given indexes and keys or
     a global index.
 
     Attributes:
         indexes: global indexes, of shape `(n,)`.
-        keys: keys of samples.
+        keys: keys of individually selected samples.
         groups: names of groups whose members are selected.
         rollouts: names of rollouts whose samples are selected.
         is_all: whether all samples are selected.
@@ -135,7 +135,7 @@ class Selection:
 
     @property
     def is_named(self) -> bool:
-        """Whether the selection lists individual samples. The list may be empty."""
+        """Whether the selection lists individual samples. The list of samples may be empty."""
         return not self.is_of_groups and not self.is_all
 
     @property
@@ -207,7 +207,7 @@ class Selection:
         return mask
 
     def missing(self, partition: Partition, start: int, stop: int | None) -> tuple[list[str], Indexes]:
-        """Return the selected keys and indexes in a range of places for which no sample exists."""
+        """Return the selected keys and indexes, within a range of places, that belong to no existing sample."""
         count, indexes = self.indexes.size, self.indexes[start:stop]
         keys = self.keys[max(0, start - count) : None if stop is None else max(0, stop - count)]
         unknown = np.flatnonzero(partition.key_index.positions_of(keys) < 0).tolist()
@@ -421,7 +421,7 @@ def locate(
 
     Args:
         partition: partition of the samples.
-        names: names of the fields.
+        names: names of the requested fields.
         indexes: global indexes of the samples, which must be empty if keys are given.
         keys: keys of the samples.
         skip_missing: whether to omit missing samples and samples with missing cells.
@@ -490,9 +490,9 @@ class LookupWait:
     """A context manager that waits until a look-up finds enough samples.
 
     Instead of polling, the wait collects rows as they are written. Collected rows are checked only once there are
-    enough of them to reach `min_count`. If a partition is filled row by row, a few checks of a few rows therefore
-    suffice, rather than a check of all rows after each write. When `min_count` appears to have been reached, cleared
-    rows are subtracted.
+    enough of them to reach `min_count`. If a partition is filled row by row, a few rows are therefore checked a few
+    times, instead of all rows after each write. When `min_count` appears to have been reached, cleared rows are
+    subtracted.
 
     Args:
         partition: partition of the samples.
@@ -805,7 +805,7 @@ class ClearingFields(Clearing):
             await asyncio.sleep(0)
 
     def _commit(self, rows: Indexes, groups: Sequence[str] = ()) -> int:
-        """Clear the cells of the samples in one part, or of groups. Return the number of cleared cells."""
+        """Clear the cells of one part's samples, or the shared cells of groups. Return the number of cleared cells."""
         change = CellsCleared(
             partition_id=self.partition_id,
             field_names=self.field_names,

@@ -5,15 +5,15 @@
              -> on its turn, planned on the event loop: answered, or a miss
                 -> if that is impossible, planned off the loop, one plan at a time
 
-Lines take turns in order of arrival, whatever they claim. A line that cannot be served is skipped and gets another turn
-after the next change. A sampler that cannot plan immediately on the event loop runs off the loop, for one line at a
-time. An off-loop plan that exceeds its time limit yields to the next plan. Commits, status requests, replays, and
-claims that can be planned immediately never wait for off-loop plans.
+Lines take turns in order of arrival, regardless of what they claim. A line that cannot be served is skipped and gets
+another turn after the next change. A sampler that cannot plan immediately on the event loop runs off the loop, for one
+line at a time. An off-loop plan that exceeds its time limit yields to the next plan. Commits, status requests, replays,
+and claims that can be planned immediately never wait for off-loop plans.
 
 In a single step, the loop checks that all rows in a plan are still ready and records the plan. If a row is no longer
 ready, the planner makes a new plan for the line. Faster lines could therefore overtake the line of a slow sampler
 forever. To prevent this, the slow line's next plan skips as many ready rows as other lines are likely to claim in the
-meantime. If the slow line's previous plan was quick, later lines wait for the next one.
+meantime. If the slow line's previous plan was quick, later lines wait for the slow line's next plan.
 
 `WaitQueue` stores the lines and selects the next line to serve. `Planner` makes plans for the lines and records them.
 """
@@ -99,8 +99,8 @@ Answer = RankPlan | Claim | EndCounts | NotYet
 class LoopYielder:
     """Shares event-loop time fairly between thousands of waiting calls and all other work.
 
-    The yielder yields to the loop after a few steps, or earlier if a step was slow. After many answers, it also pauses
-    for as long as those answers took to produce, because sending takes most of the time. While the server is busy
+    The yielder yields to the loop after a few steps, or earlier if a step was slow. After many answers, the yielder
+    also pauses for as long as the answers took to produce, because sending them takes longest. While the server is busy
     sending, it accepts only one new call per loop iteration, so a backlog of new calls would build up.
     """
 
@@ -111,7 +111,7 @@ class LoopYielder:
         self._last = time.perf_counter()
 
     async def step(self, *, has_answered: bool = True) -> None:
-        """Count an answered call, or a turn that produced no plan, and yield to the loop if it is time to do so."""
+        """Count an answered call, or a turn that produced no plan, and yield to the loop if a yield is due."""
         self._step_count += 1
         self._answer_count += has_answered
         if self._step_count % _STEPS_A_TURN and time.perf_counter() - self._last < _TURN_SECONDS:
@@ -138,7 +138,7 @@ class Waiter:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the call has not yet been answered or cancelled."""
+        """Whether the call is still waiting, that is, neither answered nor cancelled."""
         return not self.answer.done()
 
     @property
@@ -186,8 +186,8 @@ class Line:
 
     Attributes:
         last_miss: reason why the last search found no plan.
-        polls: the waiting calls that are polls.
-        is_waited_for: whether later lines wait for this line's next off-loop plan, which they do if the last one was
+        polls: waiting calls that end after their first turn.
+        is_waited_for: whether later lines wait for this line's next off-loop plan, which they do if the last plan was
             quick.
         look_past: number of ready rows that the next off-loop plan skips and leaves to faster lines.
     """
@@ -227,7 +227,7 @@ class Line:
         return min((waiter.batch_index for waiter in self._waiters), default=-1)
 
     def first(self) -> Waiter | None:
-        """Return the first call that is still waiting, or None if there is none."""
+        """Return the first call that is still waiting, or None if no call is waiting."""
         while self._waiters:
             waiter = next(iter(self._waiters))
             if waiter.is_waiting:
@@ -261,7 +261,7 @@ class WaitQueue:
     ran. The cost per turn therefore stays low even with many lines.
 
     Attributes:
-        by_spec: lines by claim spec. A call that is answered immediately does not join a line.
+        by_spec: lines, by their claim spec. A call that is answered immediately does not join a line.
         planning: line whose off-loop plan is in progress and has not yielded, or None if there is no such line.
         is_stale: whether anything has changed since the last scan of all lines.
     """
@@ -288,7 +288,7 @@ class WaitQueue:
         return [line for line in self.by_spec.values() if line.is_ranked]
 
     def join(self, waiter: Waiter, miss: Miss) -> Line:
-        """After a search found no plan for a call, add the call to the line for its spec and return that line."""
+        """After a search has found no plan for a call, add the call to the line for its spec and return that line."""
         spec = waiter.request.spec
         line = self.by_spec.get(spec)
         if line is None:
@@ -423,11 +423,11 @@ class RunsPlans(Protocol):
     """Runs samplers in isolation, so that a sampler that fails or hangs affects only the claim being planned."""
 
     def length(self, sampler: Sampler) -> LengthSource | None:
-        """Return the length source that a sampler needs, or None if it needs no lengths. Raises only TqError."""
+        """Return a sampler's length source, or None if the sampler needs no lengths. Raises only TqError."""
         ...
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler on the event loop and return its plan, which is well-formed, or None if it found no plan.
+        """Run a sampler on the event loop and return its well-formed plan, or None if the sampler found no plan.
 
         Raises:
             MustBeAwaited: the sampler cannot run on the event loop.
@@ -436,7 +436,7 @@ class RunsPlans(Protocol):
         ...
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler off the event loop within a time limit. Return its well-formed plan, or None if it found none.
+        """Run a sampler off the event loop within a time limit. Return its well-formed plan, or None if there is none.
 
         Raises only TqError.
         """
@@ -471,8 +471,8 @@ class Planner:
             runner: runner of samplers.
             commit: function that applies a change to the partition, or does nothing if the partition has been cleared.
                 The second argument is the result of the change's `prepare`, or None.
-            group: function that returns a context manager. All changes made inside its block form one group; see
-                `StateMachine.group`.
+            group: function that returns a context manager. All changes made inside the context manager's block form one
+                group; see `StateMachine.group`.
             on_batch: function called for each batch recorded for ranks, with the sampler name and the batch statistics.
         """
         self._partition = partition
@@ -508,7 +508,7 @@ class Planner:
         self._starts.close()
 
     def waiting_claims(self) -> list[tuple[ClaimRequest, int]]:
-        """Return the first claim and the number of claims of each line, in order of arrival."""
+        """Return the first claim and the number of claims in each line, in order of arrival."""
         lines = sorted(self._queue.by_spec.values(), key=lambda line: line.order)
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
 
@@ -543,7 +543,7 @@ class Planner:
     ) -> Answer:
         """Return the recorded answer to a claim, or wait for an answer.
 
-        The call waits inside `while_waiting()`. If it times out, it returns `NotYet`.
+        The call waits inside `while_waiting()`. If the call times out, it returns `NotYet`.
         """
         self.last_request = request
         recorded = self._recorded(request)
@@ -567,7 +567,7 @@ class Planner:
             return await self._wait(request, found, max_wait_seconds)
 
     def following(self, request: ClaimRequest, *, may_plan: bool) -> list[RankPlan | EndCounts]:
-        """Return the answers for the batches that follow the first one in a range.
+        """Return the answers for the batches that follow the first batch of a range.
 
         The list ends before the first batch that is not ready or whose claim is rejected. With `may_plan`, the planner
         first plans as many of these batches as it can in the current event-loop step, as one group of changes.
@@ -587,7 +587,7 @@ class Planner:
         return answers
 
     def _plan_following(self, request: ClaimRequest) -> None:
-        """Plan the remaining batches of a range, stopping at the first one that cannot be planned immediately.
+        """Plan the remaining batches of a range, stopping at the first batch that cannot be planned immediately.
 
         This method must be called within a group of changes.
         """
@@ -620,7 +620,7 @@ class Planner:
         Args:
             request: the claim.
             miss: reason why the search found no plan, or None if the claim must be planned off the loop.
-            max_wait_seconds: time to wait, in seconds. If it is 0 or less, the call is a poll.
+            max_wait_seconds: maximum time to wait, in seconds. If 0 or less, the call is a poll.
         """
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
@@ -828,8 +828,8 @@ class Planner:
     def _fail(self, line: Line, error: TqError) -> None:
         """Fail the calls to which an error applies.
 
-        For queue workers, the error applies to the line's first call. For ranks, it applies to all calls for the line's
-        lowest batch index.
+        For queue workers, the error applies to the line's first call. For ranks, the error applies to all calls for the
+        line's lowest batch index.
         """
         first, batch_index = line.first(), line.batch_index
         if line.is_ranked:
@@ -1039,10 +1039,10 @@ class Planner:
             self._advance()
 
     async def _close_gaps(self) -> None:
-        """Close the gaps in a table in short steps if there are many, waiting while running plans pin the table.
+        """If a table has many gaps, close them in short steps, waiting while running plans pin the table.
 
-        Without this wait, overlapping plans could keep the table pinned, and it would grow without bound. The wait
-        always ends, because plans have a time limit.
+        Without this wait, overlapping plans could keep the table pinned, and the table would grow without bound. The
+        wait always ends, because plans have a time limit.
         """
         table = self._partition.table
         while table.has_many_gaps:

@@ -222,15 +222,15 @@ class _Prompts:
         if None in keys:
             raise InvalidArgumentError(
                 f"sample {int(rows[keys.index(None)])} of partition {self._partition_id!r} has no key; expected a key, "
-                f"because it names the prompt's slots. Put prompts with keys.",
+                f"because the key names the prompt's slots. Put prompts with keys.",
                 field="admit",
             )
         known = slots.groups.find(keys) if count > 1 else np.zeros(0, np.int64)
         if (known >= 0).any():
             name = keys[int(np.argmax(known >= 0))]
             raise AlreadyExistsError(
-                f"partition {slots.partition_id!r} already has a group named {name!r}, like a prompt that needs "
-                f"slots. Clear the samples of this group first.",
+                f"partition {slots.partition_id!r} already has a group named {name!r}, which is the key of a prompt "
+                f"that needs slots. Clear the samples of this group first.",
                 metadata={"resource_type": "group", "resource_name": name, "partition_id": slots.partition_id},
             )
         return SampleWrite(

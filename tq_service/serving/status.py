@@ -47,10 +47,10 @@ _NOTHING_CONSUMED: Final = ConsumptionStatus(
 
 
 def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
-    """Return the consumption status of a task. If the partition is missing, nothing has been consumed.
+    """Return the consumption status of a task. A missing partition has no consumed samples.
 
     Raises:
-        TaskNotFoundError: the task was neither declared nor has claimed anything, and `missing_ok` is false.
+        TaskNotFoundError: the task has neither been declared nor claimed anything, and `missing_ok` is false.
     """
     if partition is None:
         return _NOTHING_CONSUMED
@@ -252,7 +252,7 @@ def _step_times(by_rank: Mapping[int, StepTimes], dp_size: int) -> StepTimes | N
 
 
 def evicted_by(task: TaskLedger, after: int, limit: int) -> EvictedUnits:
-    """Return as many of the units that a task's claims evicted after the given serial as fit in one response.
+    """Return the units that a task's claims evicted after the given serial, as many as fit in one response.
 
     Raises:
         InvalidArgumentError: `after` or `limit` is out of range.

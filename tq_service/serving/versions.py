@@ -120,7 +120,7 @@ class VersionWaits:
 
 
 def _remove(waits_by: dict[Any, dict[VersionWait, Any]], key: object, wait: VersionWait) -> None:
-    """Remove a wait. If this was the last wait for the policy or partition, also remove the entry of that key."""
+    """Remove a wait. If it was the last wait for its policy or partition, also remove the now empty entry."""
     del waits_by[key][wait]
     if not waits_by[key]:
         del waits_by[key]

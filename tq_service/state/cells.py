@@ -3,8 +3,9 @@
 Storage services store the field values. A cell is the location of one value: one row of a put or, after an append,
 several rows (see `extents.py`). The controller itself stores custom_meta values.
 
-A field's cells belong to rows. If the samples of a group share the field, its cells belong to group slots, and each row
-finds its cell through its group. A row that joins a group can therefore use the shared cell immediately.
+The cells of a field normally belong to rows. If the samples of a group share a field, the field's cells belong to group
+slots, and each row finds the cell through its group. A row that joins a group can therefore use the shared cell
+immediately.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class ColumnWrite:
 
 
 def cells_of(slot: int, row_count: int) -> Indexes:
-    """Return the cell numbers of all rows of the put in `slot`."""
+    """Return the cell number of each row of the put in `slot`."""
     first = slot << _SLOT_SHIFT
     return np.arange(first, first + row_count)
 
@@ -110,7 +111,8 @@ class CellRuns:
         first_rows: for each run, the number of its first row within the put.
         row_counts: for each run, the number of rows.
         extent_counts: for each cell, the number of extents (rows in puts), or empty if no cell has grown.
-        extent_lengths: for each extent, the part of its length that belongs to the cell, or `WHOLE_EXTENT`.
+        extent_lengths: for each extent, the length that belongs to the cell, or `WHOLE_EXTENT` if the cell has not
+            grown.
         sample_counts: for each row of a field shared within groups, the number of consecutive samples that share the
             row, or empty for other fields.
     """
@@ -129,8 +131,8 @@ class CellRuns:
 class CellSet:
     """A set of cells in one put.
 
-    The set contains the cells of `field_names` in ascending `rows`. If `rows` is None, it contains all original cells
-    of the put.
+    The set contains the cells of `field_names` in ascending `rows`. If `rows` is None, the set contains all original
+    cells of the put.
     """
 
     put: Put
@@ -139,7 +141,7 @@ class CellSet:
 
 
 Freed: TypeAlias = CellSet | Put
-"""Cells that no longer belong to any sample. If all cells of a put have been freed, the `Put` represents them."""
+"""Cells that no longer belong to any sample. A `Put` means that all of its cells have been freed."""
 
 
 def freed_cells(freed: Freed) -> CellSet:
@@ -157,7 +159,7 @@ class CellsSnapshot:
 
 
 def cell_columns(table: TableSnapshot) -> dict[str, ColumnSnapshot]:
-    """Return the cell columns of a row or group table snapshot, by field name."""
+    """Return the cell columns in a snapshot of the row or group table, by field name."""
     columns = table.columns.items()
     return {name.removeprefix(CELL_COLUMN): column for name, column in columns if name.startswith(CELL_COLUMN)}
 
@@ -189,7 +191,7 @@ class Field:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether the field contains tensors with at least one dimension, so its cells have lengths."""
+        """Whether the field has cells with lengths (tensors with at least one dimension)."""
         return self.produced_count > 0 and bool(self.spec.row_shape)
 
     @property
@@ -210,7 +212,7 @@ class Field:
         return self.cell.snapshot(self._table.count)
 
     def lengths(self, rows: slice | Indexes) -> Indexes:
-        """Return the size of each row's cell in the first ragged dimension, or in dimension 0 if there is none.
+        """Return each row's cell size in the first ragged dimension, or in dimension 0 if no dimension is ragged.
 
         The size is -1 for missing cells, scalars and objects. This method can be called from any thread.
         """
@@ -295,8 +297,8 @@ class CellTable:
         extents: extents of grown cells.
         write_once: names of fields whose cells can be written only once.
         shared: names of fields whose cells belong to groups. All shared fields are declared.
-        former_specs: last known spec of each field that has lost all its cells, kept only for the most recent such
-            fields. If a rank requests a batch whose cells have been cleared, these specs describe the batch's fields.
+        former_specs: last known specs of the fields that most recently lost all their cells. If a rank requests a batch
+            whose cells have been cleared, `former_specs` describes the batch's fields.
     """
 
     __slots__ = (
@@ -365,8 +367,8 @@ class CellTable:
     def sequence_fields(self, names: Iterable[str]) -> list[Field]:
         """Return the named fields that contain one-dimensional tensors and are not declared as dense.
 
-        A field may currently be dense only because all its cells happen to have equal lengths. Such a field is
-        included; otherwise, the first cell of a different length would change the result.
+        A field may currently be dense only because all its cells happen to have equal lengths. Such a field is also
+        returned, so that writing a cell of a different length does not change the result.
         """
         found = []
         for name in names:
@@ -387,7 +389,7 @@ class CellTable:
         return masks[0]
 
     def produced_by(self, positions: Indexes) -> dict[str, NDArray[np.bool_]]:
-        """Return a mask of the rows that have a cell, for each field that has a cell in at least one row."""
+        """For each field with a cell in any of the given rows, return a mask of the rows that have a cell."""
         all_of_them = np.ones(positions.size, np.bool_)
         found: dict[str, NDArray[np.bool_]] = {}
         for name, field in self.fields.items():
@@ -403,7 +405,7 @@ class CellTable:
         Args:
             columns: columns to write.
             positions: rows or group slots to write to. A position of -1 denotes a new row or slot; None means that all
-                of them are new.
+                rows or slots are new.
         """
         merged = []
         for column in columns:
@@ -432,8 +434,8 @@ class CellTable:
                 raise _mismatch(
                     FieldSpec(spec.name) if field is None else field.spec,
                     column.spec,
-                    "append only to fields whose rows differ only in the first dimension. Put the full values of other "
-                    "fields again",
+                    "append only to fields whose rows differ only in the first dimension. For other fields, put the "
+                    "full values again",
                 )
             specs.append(spec)
         return specs
@@ -583,7 +585,7 @@ class CellTable:
         return self._count_off(forgotten)
 
     def _count_off(self, forgotten: Iterable[tuple[str, Indexes]]) -> list[Freed]:
-        """Subtract cells that no longer belong to any sample from their puts' cell counts. Return the cells by put."""
+        """Reduce the puts' cell counts by the cells that no longer belong to any sample. Return these cells by put."""
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put = self.puts.get(slot)
@@ -592,7 +594,7 @@ class CellTable:
         return freed
 
     def count_of_runs(self, positions: Indexes, most: int) -> int:
-        """Return the number of leading rows that fit into at most `most` runs per field.
+        """Return how many leading rows fit in at most `most` runs per field.
 
         A run consists of consecutive rows in one put. Position -1 denotes a missing row.
         """
@@ -670,7 +672,7 @@ class CellTable:
 def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
     """Yield the cells that belonged to samples when the snapshot was taken, grouped by put.
 
-    Iterating may take a long time and can run in any thread. Each step processes a few thousand slots or cells.
+    Iteration may take a long time and can run in any thread. Each step processes a few thousand slots or cells.
     """
     partial: dict[int, Put] = {}
     masks: list[NDArray[np.bool_]] = []
@@ -776,7 +778,7 @@ class PutTable(SlotTable):
         return put
 
     def count_off(self, slot: int, counts: Iterable[tuple[str, int]]) -> bool:
-        """Subtract the given number of freed cells of each field from a put. Return whether the put is now empty."""
+        """Subtract each field's number of freed cells from a put. Return whether the put is now empty."""
         cells_left, bytes_left, gone_bytes = int(self._cells[slot]), int(self._bytes[slot]), 0.0
         for field_name, count in counts:
             cells_left -= count
@@ -865,7 +867,7 @@ def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError
 
 @dataclass(slots=True)
 class _MetaStore:
-    """The typed and JSON values of a custom_meta column. An attribute is None until such a value is written."""
+    """The typed and JSON values of a custom_meta column. An attribute is None until a value of that type is written."""
 
     values: Column | None = None
     present: Column | None = None
@@ -944,7 +946,7 @@ class CustomMeta:
             _fitted(column, self._columns.get(column.name))
 
     def write(self, columns: Sequence[MetaColumn], rows: slice | Indexes) -> None:
-        """Write or remove values of samples. A sample without an entry in a column keeps its current value there."""
+        """Write or remove values. A sample without an entry in a column keeps its current value in that column."""
         for given in columns:
             stored = self._columns.get(given.name)
             column, kind = _fitted(given, stored)
@@ -988,7 +990,7 @@ class CustomMeta:
         return [column for column in columns if column is not None and column.has_value.any()]
 
     def holds(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return two row masks: rows that satisfy the condition, and rows that have a typed value in its column."""
+        """Return masks of the rows that satisfy a condition and of the rows that have a typed value in its column."""
         values, present = self.typed(condition.column, rows)
         holds = np.zeros(present.size, np.bool_)
         if present.any():
@@ -1006,7 +1008,7 @@ class CustomMeta:
     def json_values(self, name: str, rows: slice | Indexes) -> NDArray[np.object_] | None:
         """Return the JSON text of each value in a column, or None if no value is JSON.
 
-        The entry of a row whose value is missing or null is None.
+        If a row's value is missing or null, its entry is None.
         """
         stored = self._columns.get(name)
         if stored is None or stored.json is None:

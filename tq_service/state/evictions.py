@@ -1,4 +1,4 @@
-"""Evictions of samples, rollouts and groups that a claim removes because its task can never consume them."""
+"""Samples, rollouts and groups that a claim evicts because its task can never consume them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Evicted:
         sizes: number of samples in each unit, of shape `(units,)`.
         reasons: reason for the eviction of each unit, as an `EvictionCode`, of shape `(units,)`.
         is_group: whether each unit is a group or rollout rather than a single sample, of shape `(units,)`.
-        unit: kind of the units that are not single samples, either groups or rollouts.
+        unit: kind of the units that are not single samples: group or rollout.
     """
 
     rows: Indexes

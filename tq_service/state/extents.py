@@ -20,7 +20,7 @@ from tq_service.state.plan import Indexes
 from tq_service.state.table import SlotTable
 
 GROWN: Final = 1 << 62
-"""Flag bit of a grown cell. The remaining bits contain the slot of its last extent. Other cell numbers are lower."""
+"""Flag bit of a grown cell. The other bits contain the slot of the cell's last extent. Other cell numbers are lower."""
 
 MOST_EXTENTS: Final = 1024
 """Maximum number of extents per cell. The limit exists because a read must list every extent of each cell."""
@@ -114,7 +114,7 @@ class ExtentTable(SlotTable):
             name: field name.
             cells: current cell numbers, of shape `(n,)`.
             lengths: current lengths of the cells, of shape `(n,)`.
-            added: extents to add, given as cells in a put, of shape `(n,)`.
+            added: extents to add, as cells in a put, of shape `(n,)`.
             ends: lengths of the cells after the append, of shape `(n,)`.
         """
         previous = cells - GROWN

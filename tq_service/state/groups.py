@@ -1,7 +1,7 @@
 """Groups and rollouts, and indexes that find rows and groups by name.
 
 A group contains the responses to one prompt. A rollout contains the turns of an agent. `NameIndex` maps names to
-numbers like a dict, but every operation is fast even with very many names.
+numbers like a dict, but every operation is fast even if the index contains a large number of names.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NameIndex(Collection[str]):
         return itertools.chain(*self._dicts)
 
     def find(self, names: Sequence[str]) -> Indexes:
-        """Return the number of each name, or -1 for an unknown name, of shape `(n,)`."""
+        """Return an array of shape `(n,)` with the number of each name, or -1 for an unknown name."""
         numbers = np.full(len(names), -1, np.int64)
         for known, some, positions in self._parts(names):
             if not known.keys().isdisjoint(some):  # halves the time if all names are new
@@ -65,7 +65,7 @@ class NameIndex(Collection[str]):
         return numbers
 
     def add(self, names: Sequence[str], numbers: Indexes) -> None:
-        """Add new names and their numbers, given as an array of shape `(n,)`."""
+        """Add new names with the given numbers, of shape `(n,)`."""
         if len(self._dicts) == 1 and len(self._dicts[0]) + len(names) > _MOST_IN_ONE_DICT:
             (known,) = self._dicts
             self._dicts = [{} for _ in range(_PART_COUNT)]
@@ -119,7 +119,7 @@ class KeyIndex(NameIndex):
         self._table = table
 
     def positions_of(self, keys: Sequence[str]) -> Indexes:
-        """Return the position of each key's row, or -1 for an unknown key, of shape `(n,)`."""
+        """Return an array of shape `(n,)` with the position of each key's row, or -1 for an unknown key."""
         positions = self.find(keys)
         is_known = positions >= 0
         if is_known.any():
@@ -191,8 +191,8 @@ class CheckedGroups:
     Attributes:
         groups: names of the groups.
         rollouts: names of the rollouts, or None.
-        group_codes: for each new sample, the position of its group in `groups.names`. The code is NO_GROUP for a sample
-            without a group, or in a rollout that already has samples.
+        group_codes: for each new sample, the position of its group in `groups.names`. The code is NO_GROUP if the
+            sample has no group or its rollout already has samples.
     """
 
     groups: CheckedNames
@@ -228,7 +228,7 @@ class GroupTable:
     """The groups and rollouts of a partition, with their member counts by status.
 
     Each group occupies one slot across parallel columns. The slot can be reused after the last member of the group has
-    been cleared. If cells are put for a group before any of its samples, the group exists without members (see
+    been cleared. If a group receives cells before its first sample, the group exists without members (see
     `CellTable.shared`). Each rollout also occupies a slot. Samples of a rollout are also members of the group that
     contains the rollout. A rollout outside any group counts as a group itself.
 
@@ -333,8 +333,8 @@ class GroupTable:
             rollouts: rollout of each sample, or "" for no rollout. The sequence is empty if no sample has a rollout.
 
         Raises:
-            InvalidArgumentError: a group's size or a rollout's group differs from an earlier put, or `group_size` is
-                negative.
+            InvalidArgumentError: a group's size or a rollout's group differs from the value in an earlier put, or
+                `group_size` is negative.
             PreconditionError: a group or rollout is closed, or a group would have too many members.
         """
         if group_size < 0:
@@ -405,8 +405,8 @@ class GroupTable:
             if groups[sample] and groups[sample] != expected[code]:
                 where = f"group {expected[code]!r}" if expected[code] else "no group"
                 raise InvalidArgumentError(
-                    f"rollout {rollouts.names[code]!r} is in {where}, got group {groups[sample]!r}; a rollout's first "
-                    f"sample sets its group. Pass the same group, or none, for its other samples",
+                    f"rollout {rollouts.names[code]!r} is in {where}, got group {groups[sample]!r}; the group of a "
+                    f"rollout is set by its first sample. Pass the same group, or none, for the other samples",
                     field="groups",
                 )
         group_of = np.where(has_begun, NO_GROUP, named.codes[first])
@@ -454,7 +454,7 @@ class GroupTable:
         return np.flatnonzero((self._names[: slots.count] != None) & (self.members[: slots.count] == 0))  # noqa: E711  (of each)
 
     def find(self, names: Sequence[str], rollouts: Sequence[str] = ()) -> Indexes:
-        """Return the slots of groups, then of rollouts. An unknown or empty group or rollout has the slot -1."""
+        """Return the group slots followed by the rollout slots. An unknown or empty group or rollout has slot -1."""
         slots = np.append(self.slot_of.find(names), self.rollout_slot_of.find(rollouts))
         return np.where(self.members[slots] > 0, slots, -1)
 
@@ -535,13 +535,13 @@ class GroupTable:
         self.close(slots[slots >= 0])
 
     def _count_not_open(self, slots: Indexes) -> None:
-        """Subtract the open rollouts among `slots` from their groups' counts of open rollouts."""
+        """Reduce the open rollout count of each group by the number of its open rollouts among `slots`."""
         if self.has_rollouts:
             parents = self.parent[slots]
             self.open_rollouts.add(parents[(parents >= 0) & (parents != slots) & ~self.closed[slots]], -1)
 
     def count_failed(self, rows: slice | Indexes, by: int) -> None:
-        """Count rows as failed and close their rollouts. If `by` is -1, only subtract the rows from the counts."""
+        """Count rows as failed and close their rollouts. If `by` is -1, only reduce the counts of failed rows."""
         self.failed.add(self._slots_of(rows), by)
         if by > 0 and self.has_rollouts:
             self.close_rollouts_of(rows)

@@ -10,9 +10,9 @@ The `claim` column stores the status of each row:
 - -1: the row is dead-lettered, because it was delivered too many times without being acknowledged.
 - -2: the row is dropped, because a plan permanently excluded it from a batch.
 
-Some tasks accept only complete groups. For these tasks, the `skipped` column marks claimable rows (0) whose group has
-permanently lost a member. Skipped rows are not pending. Samplers still see skipped rows, so a task that accepts
-incomplete groups can claim them.
+For tasks that accept only complete groups, the `skipped` column marks claimable rows (0) whose group has permanently
+lost a member. Skipped rows are not pending. Samplers still see skipped rows, so a task that accepts incomplete groups
+can claim them.
 
     0 --deliver----------------------------------------------> n    (nack of a claim without a lease: back to 0)
     0 --deliver with a lease--------> -n --ack, row closed---> n
@@ -23,12 +23,12 @@ incomplete groups can claim them.
 
 A plan can deliver a sample without consuming it (`RecordedPlan.consumed`). The status of the sample stays 0, or returns
 to 0 when its lease is acknowledged. The `uses` column counts the deliveries that did not consume the sample. A row's
-status does not show which claims made these deliveries, so the claims are recorded separately. The ledger limits the
-number of separate records and drops the oldest ones first.
+status does not show which claims delivered the row without consuming it, so these claims are recorded separately. The
+ledger limits the number of separate records and drops the oldest ones first.
 
 Methods that change the ledger neither validate their arguments nor read a clock. Callers resolve and validate the
 arguments beforehand, so a claim has the same effect when it is replayed from the log. The service instance that serves
-the partition runs the lease timers. When a lease expires, this instance applies a change to the ledger.
+the partition runs the lease timers. When a lease expires, the service instance applies a change to the ledger.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
 class PastName:
     """The record of a claim name that does not refer to an existing claim.
 
-    Either the call with this claim name returned the end of the data, or its claim was lost.
+    Either the call with this claim name returned the end of the data, or the claim with this name was lost.
 
     Attributes:
         end: the sample counts that the call returned at the end of the data, or None if the call returned a claim.
@@ -267,17 +267,17 @@ class Claim:
             claim.
         lease: terms of the lease, which are kept after the lease ends. None means that the delivery requires no
             acknowledgement.
-        delivery_counts: for each sample, the number of its leased deliveries, including this delivery, or None without
-            a lease.
+        delivery_counts: for each sample, the number of its leased deliveries, including this delivery, or None if the
+            claim has no lease.
         returned: global indexes of the samples that were acknowledged without being consumed, or None.
         remaining: number of samples in the claim that are neither cleared nor released. If the claim has no lease and
-            its plan may deliver samples without consuming them, this is the number of consumed samples.
+            its plan may deliver samples without consuming them, `remaining` is the number of consumed samples.
         leased_count: number of samples that are still leased. Acknowledged, failed, cleared and released samples are no
             longer leased.
-        deadline: expiry time of the lease on the event loop's clock. The lease timer sets this value, except during
+        deadline: expiry time of the lease on the event loop's clock. The lease timer sets the deadline, except during
             replay.
         delivered_at: time on the event loop's clock when the lease first began in this service instance. The lease
-            timer sets this value.
+            timer sets `delivered_at`.
         answer_count: number of calls for which this service instance returned the claim. If the client disconnects
             before it receives the response, the service releases the claim, unless a retry has received the same
             response.
@@ -305,7 +305,10 @@ class Claim:
 
     @property
     def goes_with_rows(self) -> bool:
-        """Whether the claim's rows are marked with its serial. If so, the ledger drops the claim with its last row."""
+        """Whether the claim's rows are marked with its serial.
+
+        If so, the ledger drops the claim when the claim's last row is removed.
+        """
         return self.lease is not None or not self.plan.is_reusing
 
     @property
@@ -326,13 +329,13 @@ class Claim:
 class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
     """Request ids of released and expired claims, oldest first. Late GetMeta calls with these ids are rejected.
 
-    Each request id maps to a tuple of the claim's end time and whether the lease on any of its samples expired.
+    Each request id maps to a tuple: the claim's end time, and whether the lease on any of the claim's samples expired.
     """
 
     def add(self, request_id: bytes, at_seconds: float, *, is_expired: bool) -> None:
         """Add the request id of a claim that ended at `at_seconds`, and remove old ids.
 
-        The times of successive calls must not decrease.
+        `at_seconds` must not decrease from one call to the next.
         """
         self[request_id] = (at_seconds, is_expired or self.has_expired(request_id))
         self.move_to_end(request_id)
@@ -396,8 +399,8 @@ class TaskFacts:
             checkpoint also covers all earlier batches.
         delivered_units: for each of the latest batches that still occupy capacity, the number of units. The tuple is
             empty if the admission frees capacity on delivery.
-        done_units: number of acknowledged units, and units delivered to queue workers without a lease, that occupy
-            capacity until the next publication.
+        done_units: number of units that occupy capacity until the next publication: acknowledged units, and units
+            delivered to queue workers without a lease.
         unmatched_count: number of units evicted in all epochs because a claim's `where` condition excluded them.
         too_small_count: number of groups evicted in all epochs because too few members were left.
         late_count: number of samples and groups evicted in all epochs because they would have become too stale.
@@ -463,7 +466,7 @@ class TaskLedger(TaskFacts):
     the batch is kept, because the rank may still request the batch. A claim's record is also kept if other claims may
     receive its rows again. The number of records of each kind is limited.
 
-    Other modules may read these attributes and the attributes of `TaskFacts`, but must not change them.
+    Other modules may read the attributes of the ledger and of `TaskFacts`, but must not change them.
 
     Attributes:
         claim: status of each row (see the module docstring).
@@ -477,14 +480,14 @@ class TaskLedger(TaskFacts):
         batches: recorded batches by batch_index, in ascending order. The mapping includes a limited number of batches
             without rows.
         claims: claims of queue workers, by request_id.
-        leases: claims of queue workers that have leased samples, by request_id, in delivery order.
+        leases: claims of queue workers with samples that are still leased, by request_id, in delivery order.
         names: for each claim name, the request_id of the claim.
         past_names: claim names that do not refer to a claim, oldest first.
         ended: request ids of released and expired claims.
         evicted: units most recently evicted by the task's claims, in any epoch, oldest first.
         totals: counters for all epochs since this process started.
         recent_batches: statistics of the most recent batches that this process planned in this epoch.
-        state: state of each row. The partition updates this column.
+        state: state of each row. The partition updates the `state` column.
         outstanding: counter of the task's outstanding units, or None if the task has no admission.
     """
 
@@ -652,7 +655,7 @@ class TaskLedger(TaskFacts):
             raise SamplesClearedError(
                 f"batch_index is {batch_index}; expected {self.released + 1} or more, since samples of earlier "
                 f"batches of task {self.name!r} have been released. Resume from a checkpoint that covers batch "
-                f"{self.released}; to keep samples for older checkpoints, report a batch as trained or saved later "
+                f"{self.released}; to keep samples for older checkpoints, delay reporting batches as trained or saved "
                 f"(docs/resuming.md)",
                 metadata={
                     "task_name": self.name,
@@ -802,7 +805,7 @@ class TaskLedger(TaskFacts):
     def _count_uses(self, rows: Indexes, by: int) -> None:
         """Add `by` to the use count of each row. Rows that no longer exist are ignored.
 
-        A row that occurs several times in `rows` is counted several times.
+        Each occurrence of a row in `rows` is counted.
         """
         positions = self._table.find(rows)
         self.uses.add(positions[positions >= 0], by)
@@ -838,7 +841,7 @@ class TaskLedger(TaskFacts):
             self.consumed_count += positions.size
 
     def _keep_reusing(self, claim: Claim) -> None:
-        """Keep the record of a claim whose rows can be delivered again. Drop the oldest records above the limits."""
+        """Keep the record of a claim with reusable rows. If a limit is exceeded, drop the oldest records."""
         self._reusing[claim.serial] = claim
         self._reusing_row_count += claim.rows.size
         while len(self._reusing) > 1 and (
@@ -878,7 +881,10 @@ class TaskLedger(TaskFacts):
     # Acknowledgement, release and expiry
 
     def left(self, claim: Claim) -> Indexes:
-        """Return the positions of a claim's samples that are still leased or, without a lease, not cleared."""
+        """Return the positions of a claim's samples that are still leased.
+
+        If the claim has no lease, return the positions of its samples that have not been cleared.
+        """
         rows = claim.plan.named
         positions = self._table.find(rows)
         is_held = (positions >= 0) & (self.claim[positions] == claim.mark)
@@ -890,7 +896,7 @@ class TaskLedger(TaskFacts):
     def ack(self, claim: Claim, positions: Indexes) -> Indexes:
         """Acknowledge leased rows. Return the rows that can be claimed again.
 
-        Each acknowledged row is consumed or dropped, or its use is counted.
+        An acknowledged row is either consumed or dropped, or only its use is counted.
         """
         with self._followed(positions):
             consumed, returned = self._ack(claim, positions)
@@ -926,7 +932,7 @@ class TaskLedger(TaskFacts):
         return consumed, returned
 
     def nack(self, claim: Claim, positions: Indexes) -> None:
-        """Undo the delivery of a claim's rows. Without a lease, `positions` must contain all remaining rows."""
+        """Undo the delivery of a claim's rows. For a claim without a lease, pass all remaining rows."""
         count = positions.size
         self._lose_name(claim, "released")
         if claim.lease is None:  # count rows cleared after delivery as if cleared before delivery
@@ -969,7 +975,7 @@ class TaskLedger(TaskFacts):
         self.backlog += int(np.count_nonzero(is_open(states)))
 
     def _count_leased(self, claim: Claim, count: int) -> None:
-        """Add `count`, which may be negative, to the number of leased rows of the task and of the claim."""
+        """Add `count`, which may be negative, to the leased row counts of the task and the claim."""
         self.leased_count += count
         claim.leased_count += count
         if not claim.leased_count:
@@ -989,7 +995,7 @@ class TaskLedger(TaskFacts):
         """Drop a claim's record if no rows remain, unless the claim's rows can be delivered again.
 
         If a rank received no samples in a batch, the rank may still request its part. The ledger therefore keeps the
-        records of the latest such batches.
+        records of the latest batches in which a rank received no samples.
         """
         if claim.remaining == 0 and claim.returned is None:
             if not claim.request_id and 0 in claim.plan.sizes:
@@ -1141,7 +1147,7 @@ class TaskLedger(TaskFacts):
     def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
         """Return a mask of the rows that the task can no longer receive.
 
-        Such rows failed before they were claimed, or are dead-lettered, dropped or skipped.
+        A row is lost to the task if it failed before it was claimed, or is dead-lettered, dropped or skipped.
         """
         claims = self.claim[positions]
         is_failed = (self.state[positions] == FAILED) & (claims == UNCLAIMED)
@@ -1170,7 +1176,7 @@ class TaskLedger(TaskFacts):
         return distinct(positions[positions >= 0], self._table.count)
 
     def is_under_way(self, positions: Indexes, *, until_saved: bool) -> NDArray[np.bool_]:
-        """Return a mask of the rows in untrained batches or, with `until_saved`, in unsaved batches."""
+        """Return a mask of the rows in untrained batches or, if `until_saved` is set, in unsaved batches."""
         claims = self.claim[positions]
         batches = self._batches_after(self.saved if until_saved else self.trained)
         is_under_way = np.isin(claims, [batch.serial for batch in batches])
@@ -1200,8 +1206,8 @@ class TaskLedger(TaskFacts):
     def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
         """Start the next epoch. Return the positions of the rows that were leased, dead-lettered, dropped or skipped.
 
-        The returned rows become claimable. If `keep_consumed` is false, all other rows also become claimable. In this
-        case, the backlog is set to `open_count`, the number of live or held rows.
+        The returned rows become claimable. If `keep_consumed` is false, all other rows also become claimable, and the
+        backlog is set to `open_count`, the number of live or held rows.
         """
         self.epoch += 1
         self.dp_size = None
@@ -1306,7 +1312,7 @@ def check_epoch(name: str, epoch: int, got: int | None) -> None:
     """Raise StaleEpochError if the caller's epoch `got` is not the task's current epoch. None matches any epoch."""
     if got is not None and got != epoch:
         raise StaleEpochError(
-            f"task {name!r} is at epoch {epoch}, got epoch {got}, because its consumption was reset. Use the epoch "
+            f"task {name!r} is at epoch {epoch}, got epoch {got}; the task's consumption was reset. Use the epoch "
             f"that CheckConsumption returns",
             metadata={"task_name": name, "got": str(got), "expected": str(epoch)},
         )

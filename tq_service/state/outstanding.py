@@ -52,7 +52,7 @@ class Outstanding:
         )  # units that the task holds
 
     def bounds_staleness_by(self, policy: str) -> bool:
-        """Return whether the admission limits staleness in versions of `policy`."""
+        """Return whether the admission limits staleness, measured in versions of `policy`."""
         return self.admission.max_staleness is not None and self.admission.policy == policy
 
     def count(self, task: Held) -> int:
@@ -93,7 +93,7 @@ class Outstanding:
             self._held.add(positions, by)
 
     def recount(self, task: Held, row_count: int) -> None:
-        """Recount the units of all rows."""
+        """Recount the held units across all rows."""
         if self._held is not None:
             self._held.clear()
             self._held.add(np.flatnonzero(self.is_held(task, slice(0, row_count))), 1)

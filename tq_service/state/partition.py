@@ -62,13 +62,13 @@ class PartitionSettings:
             partition.
         samples_per_round: number of samples that complete a round, even if the partition is not sealed. None means no
             rounds.
-        release: policy for releasing samples automatically, or None. A release that depends on tasks but names no tasks
-            waits for all `tasks`.
+        release: policy for releasing samples automatically, or None. A release policy that depends on tasks but names
+            none waits for all `tasks`.
 
     Raises:
-        InvalidArgumentError: a number is out of range, a field or task is repeated, or the default layout is not for
-            tensors. This error is also raised if an admission or release names a task outside `tasks`, or if a release
-            does not specify which tasks to wait for.
+        InvalidArgumentError: a number is out of range, a field or task is repeated, or the default layout is not a
+            tensor layout. This error is also raised if an admission or release names a task outside `tasks`, or if a
+            release does not specify which tasks to wait for.
     """
 
     expected_samples: int | None = None
@@ -122,13 +122,13 @@ class PartitionSettings:
             self._set_release(self.release)
 
     def _set_release(self, release: Release) -> None:
-        """Store the release with the tasks that it waits for. A release that names no tasks waits for all tasks."""
+        """Store the release policy and the tasks it waits for. A policy that names no tasks waits for all tasks."""
         release = release if release.tasks else replace(release, tasks=self.tasks)
         object.__setattr__(self, "release", release)
         if not release.tasks:
             raise InvalidArgumentError(
-                f"release names no tasks, but releases samples only after tasks have {release.when} them. Specify "
-                f"these tasks in release, or declare the partition's tasks",
+                f"release.when is {release.when!r}, but release names no tasks. Specify tasks in release, or declare "
+                f"the partition's tasks",
                 field="release",
             )
         for name in [name for name in release.tasks if self.tasks and name not in self.tasks]:
@@ -212,7 +212,7 @@ class PartitionSnapshot:
 
 
 class Listeners(list[Callable[..., object]]):
-    """The callbacks of an event, in insertion order."""
+    """The callbacks of an event, in the order in which they were added."""
 
     def __call__(self, *what: Any) -> None:
         """Call each callback with the arguments of the event."""
@@ -236,9 +236,9 @@ class Partition:
         on_reset: callbacks for tasks that can claim all rows again. The callbacks receive the name of the task while a
             change is being applied.
         policies: all policies of the service. Conditions compare values with the policies' published versions. `State`
-            sets this attribute.
+            sets `policies`.
         all_partitions: all partitions of the service, for claims that share a lease across partitions. `State` sets
-            this attribute.
+            `all_partitions`.
     """
 
     def __init__(self, partition_id: str, settings: PartitionSettings, incarnation: bytes = b"") -> None:
@@ -280,7 +280,7 @@ class Partition:
         return self.table.next_index
 
     def check_incarnation(self, incarnation: bytes) -> None:
-        """Raise StaleIncarnationError unless `incarnation` is empty or matches the current one."""
+        """Raise StaleIncarnationError unless `incarnation` is empty or the partition's current incarnation."""
         if incarnation and incarnation != self.incarnation:
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
@@ -344,7 +344,7 @@ class Partition:
         self.check_task(name)
         if name not in self.tasks:
             raise TaskNotFoundError(
-                f"no task {name!r} has requested samples of partition {self.partition_id!r}; "
+                f"no task {name!r} has requested samples from partition {self.partition_id!r}; "
                 f"{nearest(name, self.tasks)}",
                 metadata={"partition_id": self.partition_id, "task_name": name},
             )
@@ -352,7 +352,7 @@ class Partition:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Two counters. Every change that may allow a waiting claim to proceed increases at least one of the two."""
+        """Two counters. Each change that may allow a waiting claim to proceed increases at least one counter."""
         return self.state_version, self.row_version
 
     @property
@@ -362,9 +362,9 @@ class Partition:
 
     @property
     def expected_count(self) -> int | None:
-        """Number of samples that all rounds started so far should contain, or None without rounds.
+        """Number of samples expected in all rounds started so far, or None if the partition has no rounds.
 
-        If no round has started, this is the size of the first round.
+        If no round has started, the result is the size of the first round.
         """
         size = self.settings.samples_per_round
         return None if size is None else max(1, -(-self.inserted_count // size)) * size
@@ -414,7 +414,7 @@ class Partition:
     def in_use_count(self, task: TaskLedger, unit: BatchUnit) -> int:
         """Return an upper bound on the number of a task's outstanding units that are in use (see `in_use`).
 
-        Incomplete groups and rollouts also count as in use, and so do delivered units that still occupy capacity.
+        Incomplete groups and rollouts, and delivered units that still occupy capacity, also count as in use.
         """
         count = self.held_count(unit) + sum(task.delivered_units) + task.done_units
         for each in self.tasks.values():
@@ -539,7 +539,7 @@ class Partition:
     def _restore_tables(self, snapshots: Mapping[str, TableSnapshot]) -> None:
         tables = self.tables
         for unknown in snapshots.keys() - tables.keys():
-            raise _newer(self.partition_id, f"the snapshot contains unknown table {unknown!r}")
+            raise _newer(self.partition_id, f"the snapshot contains the unknown table {unknown!r}")
         for name, table in tables.items():
             try:
                 missing = table.restore(snapshots.get(name, TableSnapshot(size=0, columns={})))
@@ -571,7 +571,7 @@ class Partition:
         self.on_rows(indexes)
 
     def forget_listeners(self) -> None:
-        """Remove all callbacks, whose references would keep the partition in memory until a full collection."""
+        """Remove all callbacks. Their references would keep the partition in memory until a full garbage collection."""
         for listeners in (self.on_change, self.on_consumed, self.on_rows, self.on_reset):
             listeners.clear()
 

@@ -75,7 +75,7 @@ class LengthSource:
 
     @property
     def is_longest_sequence(self) -> bool:
-        """Whether the length of the longest sequence is used for samples without a column value."""
+        """Whether the length of the longest sequence is used for samples that have no value in the column."""
         return self.key is None and self.field is None
 
 
@@ -151,7 +151,7 @@ class RankPlan:
             micro-batches.
         dropped: global indexes of ready rows that the batch permanently excludes, such as overlong rows. Dropped rows
             must not occur in `rows`. The task never receives these rows, and `EndCounts.overlong_count` includes them.
-        totals: totals of each step, summed over all ranks. The service sets this attribute.
+        totals: totals of each step, summed over all ranks. The service sets `totals`.
         summed: names of the custom_meta columns that `totals` sums.
     """
 
@@ -169,9 +169,9 @@ class Plan:
     Attributes:
         ranks: each rank's part of the plan.
         consumed: rows that the batch consumes, without duplicates. If None, the batch must deliver each row exactly
-            once, and consumes all delivered rows. Otherwise, a row may be delivered more than once. Rows that are
-            delivered but not consumed stay ready for later batches (sampling with replacement). Rows that are consumed
-            but not delivered are discarded.
+            once, and consumes all delivered rows. If `consumed` is set, a row may be delivered more than once. Rows
+            that are delivered but not consumed stay ready for later batches (sampling with replacement). Rows that are
+            consumed but not delivered are discarded.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -206,7 +206,7 @@ class View(Protocol):
 
     @property
     def plan_count(self) -> int:
-        """See the class docstring."""
+        """Number of plans recorded for the task so far, in all epochs."""
         ...
 
     def ready(self, limit: int | None = None) -> Indexes:
@@ -252,7 +252,7 @@ class View(Protocol):
         ...
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return the token count of each row, of shape `(n,)`, from the sampler's `length` source, or -1 if unknown."""
+        """Return each row's token count from the sampler's `length` source, of shape `(n,)`, with -1 if unknown."""
         ...
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
@@ -279,7 +279,7 @@ class View(Protocol):
         ...
 
     def use_counts(self, rows: Indexes) -> Indexes:
-        """Return how often each row was delivered without being consumed, of shape `(n,)`.
+        """Return the number of times each row was delivered without being consumed, of shape `(n,)`.
 
         See `claim(max_uses=)`.
         """
@@ -295,7 +295,7 @@ class View(Protocol):
 
 
 class MustBeAwaited(BaseException):
-    """Raised if a plan must be awaited, because its sampler is a coroutine function or runs in a thread.
+    """Raised if a plan must be awaited because its sampler is asynchronous or runs in a thread.
 
     A view also raises this exception, through its sampler, if a scan would block the event loop for too long. The
     exception is not a subclass of `Exception`, so samplers do not catch it by mistake.
@@ -306,16 +306,16 @@ class Sampler(ABC):
     """Base class of samplers. A sampler selects the ready samples of a batch and distributes them over the ranks.
 
     A sampler's only state is its options, which are the keyword arguments of its constructor. A frozen dataclass works
-    well for this purpose. The constructor raises ValueError for invalid options. For equal views and requests, a
-    sampler must return equal plans.
+    well as a sampler. The constructor raises ValueError for invalid options. For equal views and requests, a sampler
+    must return equal plans.
     """
 
     name: ClassVar[str] = ""
     plans_below_min_size: ClassVar[bool] = False
     """Whether `plan` may return fewer than `request.min_size` units even if more units may become ready.
 
-    Samplers with this attribute set are called after each change to the partition. Other samplers are called only when
-    enough rows are ready.
+    Samplers that set `plans_below_min_size` are called after each change to the partition. Other samplers are called
+    only when enough rows are ready.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -379,8 +379,8 @@ class Condition:
         given = [value for value in self.values if value is not None]
         if len(given) != len(self.values) or (self.operator != "in" and len(given) != 1):
             raise InvalidArgumentError(
-                f"where: column {self.column!r} {self.operator} got {len(given)} values; expected exactly one. Use "
-                f"'in' to compare with any number of values.",
+                f"where: operator {self.operator!r} on column {self.column!r} got {len(given)} values; expected "
+                f"exactly one. Use 'in' to compare with any number of values.",
                 field="where",
             )
         if len({isinstance(value, str) for value in given}) > 1:
@@ -392,7 +392,7 @@ class Condition:
         check_name("policy", published.policy)
         if self.values or not self.column or self.operator not in _GROWING | _SHRINKING:
             raise InvalidArgumentError(
-                f"where: column {self.column!r} {self.operator} is compared with the published version of policy "
+                f"where: column {self.column!r} is compared by {self.operator!r} with the published version of policy "
                 f"{published.policy!r} and {len(self.values)} values; expected a column, one of the operators <, <=, > "
                 "and >=, and no values",
                 field="where",
@@ -447,12 +447,11 @@ _INT64: Final = np.iinfo(np.int64)
 
 
 def _neighbours(value: float, kind: str) -> tuple[float, float]:
-    """Return the largest number up to `value` and the smallest number from `value` that the kind can represent.
+    """Return the nearest numbers at or below and at or above `value` that the kind can represent.
 
-    The two numbers are equal if the kind can represent `value` itself. Comparing with these two numbers makes
-    comparisons of integers with floats exact. numpy alone would convert integers to floats, which cannot represent
-    2**53 + 1. A number outside the int64 range is replaced by infinity, which is compared as a float. For NaN, both
-    results are NaN.
+    The two numbers are equal if the kind can represent `value` itself. Using these two numbers makes comparisons
+    between integers and floats exact. numpy alone would convert integers to floats, which cannot represent 2**53 + 1. A
+    number outside the int64 range is replaced by infinity, which is compared as a float. For NaN, both results are NaN.
     """
     if kind == "f":
         try:
@@ -514,7 +513,7 @@ class Refill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
-    """The claim arguments that must be equal for all ranks of a batch. The first plan of a batch fixes their values.
+    """The claim arguments that must be equal for all ranks of a batch. The first plan of a batch fixes these arguments.
 
     See GetMeta for the attributes that are not listed here.
 
@@ -527,9 +526,9 @@ class BatchSpec:
         totals: custom_meta columns to sum in the totals that each rank receives.
 
     Raises:
-        InvalidArgumentError: the micro-batch size or `max_uses` is out of range, or `order_by` or `totals` has an empty
-            or repeated column. This error is also raised if `least_members` or `refill` is set although nothing is
-            evicted.
+        InvalidArgumentError: the micro-batch size or `max_uses` is out of range, or `order_by` or `totals` contains an
+            empty or repeated column name. This error is also raised if `least_members` or `refill` is set although
+            nothing is evicted.
     """
 
     batch_size: int
@@ -678,11 +677,11 @@ class LeaseTerms:
             named groups, `KEPT_ROLLOUTS` means rollouts, and a positive number means blocks of that many consecutive
             indexes. None means that samples are handled individually.
         blocks: whether blocks of consecutive indexes begin at multiples of their length or at any index.
-        on_lost: for a claim on slots, the action on slots that are still held when the lease expires. Slots without
+        on_lost: for a claim on slots, what happens to slots that are still held when the lease expires. Slots without
             data are removed when they are released. The value is None for a claim on existing samples.
         shared_with: partition of the second claim that shares this lease. The two claims that share a lease have the
-            same task name and request id. For a claim on prompts, this is the partition of the slots, and vice versa.
-            The partition name is empty if the lease is not shared.
+            same task name and request id. A claim on prompts names the partition of the slots, and a claim on slots
+            names the partition of the prompts. The partition name is empty if the lease is not shared.
 
     Raises:
         InvalidArgumentError: a number is out of range.
@@ -730,8 +729,8 @@ class ClaimSpec:
     Calls with equal specs share plans.
 
     Attributes:
-        data_fields: fields whose cell locations are returned. `batch_spec.data_fields` contains these names in the same
-            order for all ranks.
+        data_fields: fields whose cell locations are returned. `batch_spec.data_fields` contains the names in an order
+            that is the same for all ranks.
         min_batch_size: minimum batch size of a queue worker. 0 means `batch_size`.
         dp_size: number of ranks, or None for queue workers.
         admit: slots that a rollout worker receives along with its prompts, or None.
@@ -759,7 +758,8 @@ class ClaimSpec:
             )
         if self.dp_size is not None and self.min_batch_size:
             raise InvalidArgumentError(
-                "min_batch_size is only for queue workers. Omit it for a rank, whose batch is short only at the end.",
+                "min_batch_size is only for queue workers. Omit it for ranks, whose batches are short only at the end "
+                "of the data.",
                 field="min_batch_size",
             )
         object.__setattr__(self, "min_batch_size", self.min_batch_size or batch_size)
@@ -859,14 +859,13 @@ class ClaimRequest:
             )
         if self.rank is not None and self.lease is not None:
             raise InvalidArgumentError(
-                "lease is only for queue workers. Omit it for a rank, whose retry returns the same batch without a "
-                "lease.",
+                "lease is only for queue workers. Omit it for ranks, whose retries return the same batch even without "
+                "a lease.",
                 field="lease",
             )
         if self.batch_spec.held and self.lease is None:
             raise InvalidArgumentError(
-                "lease is unset; expected a lease, because rollout workers need a lease to continue held samples. Set "
-                "lease.",
+                "lease is unset, but rollout workers need a lease to continue held samples. Set lease.",
                 field="lease",
             )
         if self.spec.admit is not None:

@@ -3,9 +3,9 @@
 Growth, compaction, snapshots, restores and test comparisons iterate over the declared columns, so a new column only
 needs to be declared.
 
-A column that exists in every table of a given kind is named by a plain word without a slash, such as `state`. A column
-for a user-named object is named `KIND/NAME`, such as `cell/tokens`, `meta/reward` or `claim/update_actor`. KIND is a
-plain word. NAME is the name chosen by the user, unchanged, and may contain slashes. User-chosen names therefore cannot
+A column that exists in every table of a given kind has a plain name without a slash, such as `state`. A column for a
+user-named object is named `KIND/NAME`, such as `cell/tokens`, `meta/reward` or `claim/update_actor`. KIND is a plain
+word. NAME is the name chosen by the user, unchanged, and may contain slashes. User-chosen names therefore cannot
 collide with other column names.
 
 Taking a column snapshot does not copy any values. While a snapshot is being read, each change to the column first saves
@@ -26,9 +26,9 @@ adds the rows and only needs to write their values.
 
 A `SlotTable` allocates slots for transient objects and reuses free slots.
 
-Long columns grow in place without copying. Numbers are stored in reserved memory, and Linux allocates its pages when
-they are first written. A reservation can therefore be far larger than needed, because it uses only address space. Views
-of a column remain valid when the column grows. numpy cannot reserve memory for objects, so a long column of objects is
+Long columns grow in place without copying. Numbers are stored in reserved memory, whose pages Linux allocates when they
+are first written. A reservation can therefore be far larger than needed, because it uses only address space. Views of a
+column remain valid when the column grows. numpy cannot reserve memory for objects, so a long column of objects is
 stored in chunks (`ObjectChunks`) and grows by adding chunks.
 """
 
@@ -88,7 +88,7 @@ Where = slice | Indexes | int
 
 
 class ObjectChunks:
-    """An array of objects that is stored in chunks. Chunks are allocated on first write. Growth moves no objects.
+    """An array of objects stored in chunks, which are allocated on first write. Growth does not move any objects.
 
     Attributes:
         size: number of elements. Elements that have not been written contain the fill value.
@@ -370,8 +370,8 @@ class Column:
     def resize(self, capacity: int) -> None:
         """Grow or shrink the column to `capacity` values.
 
-        Added values equal the fill value, and removed values must equal it as well. Values are not copied if the
-        column's memory is large enough or, when shrinking, is reserved memory.
+        Added values equal the fill value, and removed values must already equal the fill value. Values are not copied
+        if the column's memory is large enough or, when shrinking, is reserved memory.
         """
         memory, size = self._memory, self.data.size
         reserved = reserved_memory(memory)
@@ -394,7 +394,7 @@ class Column:
         self.write(slice(0, old.size), old)
 
     def snapshot(self, size: int) -> ColumnSnapshot:
-        """Return a snapshot of the first `size` values. Taking a snapshot requires constant time."""
+        """Return a snapshot of the first `size` values. A snapshot is taken in constant time."""
         snapshot = ColumnSnapshot(self._array, size)
         self._snapshots.append(weakref.ref(snapshot))
         return snapshot
@@ -402,7 +402,7 @@ class Column:
     def restore(self, snapshot: ColumnSnapshot) -> None:
         """Copy the values of a snapshot into the column.
 
-        If the column has never been written, blocks that contain only the fill are skipped.
+        If the column has never been written, blocks that contain only the fill value are skipped.
         """
         start, is_new = 0, self.is_blank
         for block in snapshot.blocks():
@@ -450,7 +450,7 @@ def grown(capacity: int, least: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSnapshot:
-    """A snapshot of a table: a snapshot of each column, by column name, with `size` values each."""
+    """A snapshot of a table: one snapshot per column, by column name, with `size` values each."""
 
     size: int
     columns: Mapping[str, ColumnSnapshot]
@@ -461,7 +461,7 @@ class Table:
 
     Attributes:
         columns: columns by name, in order of declaration.
-        count: length of each column: the number of rows or slots, including gaps and free slots.
+        count: length of each column, that is, the number of rows or slots, including gaps and free slots.
     """
 
     __slots__ = ("_capacity", "_spare", "_unsaved", "columns", "count")
@@ -525,7 +525,7 @@ class Table:
         return [name for name in self.columns if name not in snapshot.columns]
 
     def free_objects(self) -> Iterator[None]:
-        """Release all objects in steps. Afterwards, the table may be used only to read its snapshots."""
+        """Release all objects in steps. Afterward, only the table's snapshots may be read."""
         for column in self.columns.values():
             if column.data.dtype.hasobject:
                 for start in range(0, self.count, _CAPACITY_STEP):
@@ -629,7 +629,7 @@ class RowTable(Table):
         """If there are many gaps, close some of them. The amount of work is proportional to `changed_count`.
 
         Rows may move to new positions, so call this method only when the current step no longer uses positions.
-        `remove` calls this method itself.
+        `remove` calls this method automatically.
 
         Args:
             changed_count: number of rows that the step added or removed.
@@ -696,7 +696,7 @@ class RowTable(Table):
             yield slice(start, stop)
 
     def find(self, indexes: Indexes) -> Indexes:
-        """Return the position of each global index, of shape `(n,)`, or -1 if the row does not exist."""
+        """Return an array of shape `(n,)` with the position of each global index, or -1 if the row does not exist."""
         if self.count == 0 or indexes.size == 0:
             return np.full(indexes.size, -1, np.int64)
         if self._is_gapless:
@@ -712,7 +712,7 @@ class RowTable(Table):
 
     @property
     def _is_gapless(self) -> bool:
-        """Whether no gaps have been closed between the first and the last row. If so, indexes determine positions."""
+        """Whether no gaps have been closed between the first and last rows. If so, an index determines the position."""
         return self._closing is None and self.next_index - int(self.index.data[0]) == self.count
 
     @property
@@ -736,7 +736,7 @@ class RowTable(Table):
         return int(self._search(np.array([index]))[0])
 
     def _search(self, indexes: Indexes) -> Indexes:
-        """For each index, return the position of the first row or gap whose index is not smaller."""
+        """For each index, return the position of the first row or gap whose index is at least as large."""
         index = self.index.data
         if self._closing is None:
             return np.searchsorted(index[: self.count], indexes)
@@ -803,8 +803,8 @@ class SlotTable(Table):
 def distinct(values: Indexes, bound: int) -> Indexes:
     """Return the distinct values in ascending order. All values must be between 0 and `bound` - 1.
 
-    If `values` is large compared with `bound`, the values are marked in an array of size `bound`. Otherwise, they are
-    sorted.
+    If `values` is large compared with `bound`, the values are marked in an array of size `bound`. Otherwise, the values
+    are sorted.
     """
     if values.size < 2 or bool((values[1:] > values[:-1]).all()):
         return values
@@ -832,7 +832,7 @@ def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def as_slice(positions: slice | Indexes) -> slice | Indexes:
-    """Convert many consecutive positions to a slice, because numpy copies slices faster than it gathers.
+    """Convert a long run of positions to a slice, which numpy copies faster than it gathers single values.
 
     All other positions are returned unchanged.
     """

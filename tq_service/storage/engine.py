@@ -1,7 +1,7 @@
 """The storage engine stores puts within a quota, and reads and frees their cells. The engine does not depend on gRPC.
 
 The engine has two layers. The index tracks puts, rows, the quota and confirmations. The blob store below the index
-stores the bytes. All engine state is changed on one event loop, between awaits, so no locks are needed.
+stores the bytes. All engine state is changed on one event loop, and no change spans an await, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ class StorageEngine:
         return self.regions if is_own_user else self.memfds
 
     def _bound_pools(self) -> None:
-        """Release pooled regions until stored and pooled bytes together fit into the quota."""
+        """Release pooled regions until stored and pooled bytes together fit within the quota."""
         if (most := self._admission.max_bytes) is not None:
             pooled_bytes = self._store.pooled_bytes + self.regions.pooled_bytes
             self.regions.give_up(self._admission.used_bytes + pooled_bytes - most)
@@ -327,7 +327,8 @@ class StorageEngine:
             InvalidArgumentError: bytes are missing.
             CallCancelledError: a retry of this put superseded this call.
             UnavailableError: the bytes could not be written.
-            QuotaExceededError: the mirror lacked required copies at the deadline. The error sets `retry_after_seconds`.
+            QuotaExceededError: the mirror did not have the required copies by the deadline. The error sets
+                `retry_after_seconds`.
         """
         await self._backing.flush(pending, deadline)
         pending.require_open()
@@ -349,14 +350,14 @@ class StorageEngine:
         """Check that a complete put can be committed to a partition, and return the put.
 
         Raises:
-            PutNotFoundError: the put never completed, expired, or was freed.
+            PutNotFoundError: the put was never completed, has expired, or was freed.
             InvalidArgumentError: the put belongs to another partition.
             DataLossError: the put's bytes are damaged.
         """
         if put_id not in self.puts:
             raise PutNotFoundError(
-                f"put {put_id.hex()} does not exist: it never completed, expired without a commit, or was cleared; "
-                "put the data again under another put_id",
+                f"put {put_id.hex()} does not exist: it was never completed, expired without a commit, or was "
+                "cleared; put the data again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         self._check_partition(put_id, partition_id)
@@ -368,14 +369,14 @@ class StorageEngine:
 
         Raises:
             PutNotFoundError: some of the put's cells were freed, so the put must have been committed earlier. The
-                controller may have restarted since and lost track of the put.
+                controller may have since restarted and lost track of the put.
         """
         given_at = self.puts.receipt_time(put_id)
         was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self.puts[put_id].is_whole())
         if given_at is not None and was_freed:
             raise PutNotFoundError(
-                f"put {put_id.hex()} was committed before, and some of its cells have since been cleared; put the data "
-                "again under another put_id",
+                f"put {put_id.hex()} was already committed, and some of its cells have since been cleared; put the "
+                "data again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         return given_at
@@ -425,10 +426,9 @@ class StorageEngine:
     def begin_reconciliation(self, owner: bytes = b"") -> Reconciliation:
         """Start comparing an owner's puts with the owner's list of known puts.
 
-        An unfinished reconciliation of this owner is abandoned.
-        Next, call `reconcile` for each part of the owner's list, then `finish_reconciliation`. Other calls may run in
-        between. The owner lists its puts after this call, so puts confirmed during the reconciliation are kept even if
-        they are not listed.
+        Any unfinished reconciliation of the same owner is abandoned. Then call `reconcile` for each part of the owner's
+        list, and finally `finish_reconciliation`. Other calls may run in between. The owner lists its puts after this
+        call, so puts confirmed during the reconciliation are kept even if they are not listed.
         """
         state = self._reconciliations[owner] = Reconciliation(owner)
         return state
@@ -594,7 +594,7 @@ class StorageEngine:
         self._admission.drain()
 
     async def close(self) -> None:
-        """Stop the background tasks of the engine and its stores. Puts can still be dropped afterwards."""
+        """Stop the background tasks of the engine and its stores. Puts can still be dropped later."""
         self._is_closed = True
         self._give_up_move()
         if self._compaction is not None:
@@ -608,7 +608,7 @@ class StorageEngine:
 
         Args:
             runs: runs of the requested cells by field, in the requested order.
-            put_ids: ids of the requested puts. `runs` contains indices into this list.
+            put_ids: ids of the requested puts. `runs` contains indices into `put_ids`.
             slices: requested parts of rows, for fields that are not read in full.
 
         Raises:
@@ -798,7 +798,7 @@ class StorageEngine:
     # Compaction
 
     def _note_hole(self, put_id: bytes) -> None:
-        """Schedule a put for compaction, either now if it is mostly dead or once other puts wait for capacity."""
+        """Schedule a put for compaction, either immediately if it is mostly dead or once other puts need capacity."""
         put = self.puts[put_id]
         if put.dead_bytes() * 8 < put.values.charge:
             return

@@ -166,7 +166,7 @@ def make_values(values: Any, dtype: str, shape: tuple[int, ...], *, as_torch: bo
     if not as_torch:
         if dtype not in _NUMPY_NAMES:
             raise InvalidArgumentError(
-                f"dtype {dtype!r} exists only in torch, which is not in use. Install tq-service[data] to read the field"
+                f"numpy has no dtype {dtype!r}, and torch is not in use. Install tq-service[data] to read the field"
             )
         return values.view(dtype).reshape(shape)
     import torch  # noqa: PLC0415  (torch is optional and slow to import)
@@ -191,7 +191,7 @@ def _torch_dtype(name: str) -> Any:
 Extents = NDArray[np.int64]
 
 MAX_ROWS: Final = 1 << 24
-"""Maximum number of rows per put or get. This limits the memory that a receiver allocates based on a header alone."""
+"""Maximum number of rows per put or get, which limits the memory that a receiver allocates based on a header alone."""
 
 _MAX_BYTES: Final = 1 << 60
 _MAX_DIMS: Final = 64
@@ -231,7 +231,7 @@ class ColumnShape:
         return np.asarray(elements * _fixed_part(self.spec), dtype=np.int64)
 
     def row_offsets(self) -> NDArray[np.int64]:
-        """Return each row's offset in the column's values, and then the total size; the shape is `(n + 1,)`."""
+        """Return each row's offset in the column's values, followed by the total size, with shape `(n + 1,)`."""
         return offsets_of(self.row_bytes())
 
     def validate(self) -> None:
@@ -356,7 +356,7 @@ def columns_on_host(columns: Sequence[SourceColumn]) -> list[Column]:
 
 
 def columns_digest(columns: Sequence[ColumnShape]) -> bytes:
-    """Return a 16-byte hash of the columns' headers, which does not cover the values."""
+    """Return a 16-byte hash of the columns' headers. The hash does not cover the columns' values."""
     digest = xxh3_128()
     for column in columns:
         spec = column.spec
@@ -514,15 +514,15 @@ def decode_headers(
             )
         if spec.write_once:
             raise InvalidArgumentError(
-                f"field {spec.name!r} has write_once set in a column of a put; set write_once only when declaring the "
+                f"a put cannot set write_once, but this put sets it for field {spec.name!r}; set it when declaring the "
                 "field with CreatePartition",
                 field="write_once",
                 metadata={"field_name": spec.name},
             )
         if spec.scope:
             raise InvalidArgumentError(
-                f"field {spec.name!r} has a scope in a column of a put; set the scope only when declaring the field "
-                "with CreatePartition",
+                f"a put cannot set a field's scope, but this put sets it for field {spec.name!r}; set the scope when "
+                "declaring the field with CreatePartition",
                 field="scope",
                 metadata={"field_name": spec.name},
             )
@@ -595,8 +595,8 @@ def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_c
     """Convert the extents of rows from one spec to another spec that also covers these rows.
 
     Args:
-        other: the target spec, which may have additional ragged dimensions or lack an encoding because it covers
-            several puts.
+        other: the target spec, which may have additional ragged dimensions or no encoding, because it covers several
+            puts.
         spec: spec of the rows when they were put.
         extents: extents of the rows according to `spec`, as an array of shape `(row_count, extents per row)`. None if
             `spec` is dense.
@@ -612,10 +612,10 @@ def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_c
 DEFAULT_FRAME_BYTES: Final = 2 << 20
 
 MOST_FRAME_PARTS: Final = 4096
-"""Maximum number of chunks per frame. Joining this number of chunks takes a few milliseconds, whatever their size."""
+"""Maximum number of chunks per frame. Joining this many chunks takes a few milliseconds, regardless of size."""
 
 SEND_AS_KEY: Final = "tq-send-as"
-"""Key of the initial metadata that a storage service sends to request the bytes of a put once it has capacity.
+"""Key in the initial metadata with which a storage service requests a put's bytes, once it has capacity for them.
 
 The value specifies how the client must send the bytes.
 """
@@ -627,25 +627,25 @@ SEND_AS_BULK: Final = "bulk"
 """Value of `SEND_AS_KEY` that requests the bytes over bulk connections, with the ticket in `TICKET_KEY`."""
 
 TICKET_KEY: Final = "tq-ticket-bin"
-"""Key of the initial metadata value that contains the `BulkTicket` of a put."""
+"""Key in the initial metadata whose value is the `BulkTicket` of a put."""
 
 BULK_BYTES: Final = 2 << 20
 """Minimum size in bytes of puts and gets that use bulk connections. Frames are just as fast for smaller requests."""
 
 SEND_AS_REGION: Final = "region"
-"""Value of `SEND_AS_KEY` that requests the bytes in a shared-memory region offered over the session."""
+"""Value of `SEND_AS_KEY` that requests the bytes in a shared-memory region that the service offers over the session."""
 
 REGION_KEY: Final = "tq-region-bin"
-"""Key of the initial metadata value that contains the `RegionOffer` of a put."""
+"""Key in the initial metadata whose value is the `RegionOffer` of a put."""
 
 SEND_AS_FD: Final = "fd"
-"""Value of `SEND_AS_KEY` that requests the bytes as a sealed memory file over the session in the put's header."""
+"""Value of `SEND_AS_KEY` that requests the bytes in a sealed memory file, over the session that the put names."""
 
 INLINE_BYTES: Final = 256 << 10
 """Maximum size in bytes of a put or get sent in a single message (PutInline, GetInline) instead of a stream.
 
-Requests that use shared memory are exempt. While an inline put waits for capacity, its bytes do not count toward the
-quota. `WAITING_BYTES` limits the total size of waiting inline puts.
+Requests that use shared memory are exempt from this limit. While an inline put waits for capacity, its bytes do not
+count toward the quota. `WAITING_BYTES` limits the total size of waiting inline puts.
 """
 
 WAITING_BYTES: Final = "waiting_bytes"
@@ -757,10 +757,11 @@ class ColumnReceiver:
 
     Args:
         columns: columns that the frames contain.
-        buffers: memory to fill for each column, which the resulting tensors share. If None, new memory is allocated.
+        buffers: memory to fill, one buffer per column. The resulting tensors share this memory. If None, new memory is
+            allocated.
 
     Attributes:
-        views: views of the buffers, in the order of filling.
+        views: views of the buffers, in the order in which they are filled.
     """
 
     def __init__(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes | ScatteredRows] | None = None) -> None:
@@ -834,9 +835,8 @@ def keep_frame_buffers() -> None:
 
     glibc allocates each block above the threshold with a new mapping, and mapping fresh pages costs more than copying
     data into these pages. When a mapped block is freed, glibc raises the threshold to the block's size
-    (`M_MMAP_THRESHOLD` in mallopt(3)). It is therefore sufficient to free one untouched block of 32 MiB. In
-    measurements, get throughput increased from 0.7 to 1.3 GB/s, and asyncio clients that only put data needed only half
-    the CPU time.
+    (`M_MMAP_THRESHOLD` in mallopt(3)). Freeing one untouched block of 32 MiB is therefore sufficient. In measurements,
+    get throughput increased from 0.7 to 1.3 GB/s, and asyncio clients that only put data needed only half the CPU time.
     """
     block = bytes(_LARGEST_THRESHOLD_BYTES)
     del block

@@ -121,7 +121,7 @@ TOKEN_KEY: Final = "authorization"  # noqa: S105  (a name)
 TOKEN_SCHEME: Final = "Bearer "  # noqa: S105  (a name)
 
 Role: TypeAlias = Literal["read", "produce", "consume", "admin", "service"]
-"""Role of a token, which determines the permissions of the token."""
+"""Role of a token, which determines what the token permits."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 _REREAD_SECONDS: Final = 1.0
@@ -385,5 +385,5 @@ class Controllers:
             self.current = next((each for each in others if not self._is_silent(each)), others[0])
 
     def _is_silent(self, address: str) -> bool:
-        """Return whether a call to a controller timed out recently. A standby may still report a paused leader."""
+        """Return whether a controller timed out recently. Even so, a standby may still name it as the leader."""
         return time.monotonic() - self._silent_at.get(address, -_SILENT_SECONDS) < _SILENT_SECONDS

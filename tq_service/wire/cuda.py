@@ -48,7 +48,7 @@ def load_torch() -> Any:
 
 
 def find(name: Any) -> Device:
-    """Return the device with the given name, with an explicit index.
+    """Return the device with the given name, with its index made explicit.
 
     Raises:
         InvalidArgumentError: the device does not exist.
@@ -104,7 +104,7 @@ def record(stream: Any) -> Event:
 
 
 def empty(size: int, device: Device, stream: Stream) -> Tensor:
-    """Allocate device memory for use in a stream. Raise torch's OutOfMemoryError if the device lacks memory."""
+    """Allocate device memory for use in a stream. If the device is full, torch raises its OutOfMemoryError."""
     with using(stream):
         values: Tensor = load_torch().empty(size, dtype=load_torch().uint8, device=device)
     return values
@@ -122,7 +122,7 @@ def copy(target: Tensor, source: Tensor, stream: Stream) -> None:
 
 
 def used_by(tensor: Tensor, stream: Any) -> None:
-    """Prevent reuse of a tensor's memory after deletion until the stream has finished the work submitted so far."""
+    """Keep a deleted tensor's memory from being reused until the stream has finished all work submitted so far."""
     tensor.record_stream(stream)
 
 

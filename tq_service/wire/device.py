@@ -37,7 +37,7 @@ _LARGE_CHUNK_BYTES: Final = 64 << 10  # large enough for a NumPy copy, during wh
 
 
 def find_device(name: Any) -> Device | None:
-    """Return the device with the given name, with an explicit index, or None for the CPU.
+    """Return the device with the given name, with its index made explicit, or None for the CPU.
 
     Raises:
         InvalidArgumentError: the device does not exist, torch is not installed, or `TQ_PINNED_BYTES` is not a number.
@@ -54,7 +54,7 @@ def find_device(name: Any) -> Device | None:
 
 
 def on_these_streams(work: Callable[[], T]) -> Callable[[], T]:
-    """Wrap a function to run in another thread with the current streams of the calling thread."""
+    """Wrap a function so that another thread can run it with the calling thread's current streams."""
     streams = cuda.side_streams()
     if not streams:
         return work
@@ -93,7 +93,7 @@ class DeviceBytes:
 
     @classmethod
     def of(cls, tensor: Tensor) -> DeviceBytes:
-        """Return the bytes that a tensor contains after all work submitted so far to the current stream."""
+        """Return the bytes that a tensor contains once the current stream has done all work submitted so far."""
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         # Do not use reshape here. For a single value, torch considers any stride contiguous, but view rejects some
         # strides.
@@ -107,7 +107,7 @@ class DeviceBytes:
         return DeviceBytes(self._values[part], self._ready)
 
     def copy_to(self, target: Bytes) -> cuda.Event:
-        """Start copying the bytes to `target`. Keep both objects alive until the returned event has occurred."""
+        """Start copying the bytes to `target`. Keep `target` and this object until the returned event has occurred."""
         self._ready.synchronize()  # blocks this thread instead of the stream, which other callers also use
         stream = copy_stream(self.device, "down")
         cuda.copy(cuda.load_torch().from_numpy(target), self._values, stream)
@@ -121,8 +121,8 @@ Chunk: TypeAlias = memoryview | DeviceBytes
 def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
     """Yield the bytes of the chunks on the host, in order.
 
-    While the caller uses a block, the next block is copied from the device. The caller should delete each list before
-    requesting the next list to allow reuse of the memory.
+    While the caller uses a block, the next block is copied from the device. So that memory can be reused, the caller
+    should delete each list before requesting the next one.
     """
     here: list[memoryview] = []
     copies: deque[tuple[cuda.Event, Bytes, DeviceBytes]] = deque()

@@ -42,8 +42,8 @@ _OBJECT_KINDS: Final = "OUST"  # kinds of NumPy dtypes whose values are objects 
 def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> list[SourceColumn]:
     """Encode the columns for a put. Contiguous tensors on the CPU are not copied.
 
-    Tensors on a device are not copied to the host. The bytes of a device tensor are read after all work submitted so
-    far to the current stream.
+    Tensors on a device are not copied to the host. The bytes of a device tensor are read once the current stream has
+    done all work submitted so far.
 
     Args:
         data: a TensorDict with one batch dimension, or a mapping from field names to columns of `n` rows each. A tensor
@@ -85,7 +85,7 @@ def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> l
 
 
 def encode_appended(data: Any, known: Mapping[str, FieldSpec]) -> list[SourceColumn]:
-    """Encode the columns for an append. Every column becomes jagged and is ragged in dimension 0.
+    """Encode the columns for an append. Every column becomes jagged, with dimension 0 ragged.
 
     Args:
         data: columns in the form that `encode_columns` accepts. Each row must have at least one dimension.
@@ -206,8 +206,8 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
 
     A `NonTensorData` usually contains a single value for all rows, even if the value is a list. This rule has two
     exceptions. First, an array of objects or text with one item per row contains the rows, because TensorDicts store
-    lists and arrays in this form. Second, if a `NonTensorData` has no batch dimension and is not in a TensorDict, a
-    list, tuple or array as its value contains the rows.
+    lists and arrays in this form. Second, if a `NonTensorData` has no batch dimension, is not in a TensorDict, and has
+    a list, tuple or array as its value, that value contains the rows.
 
     Raises:
         InvalidArgumentError: the `NonTensorData` contains a single value for an unknown number of rows.
@@ -363,8 +363,8 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
     """Encode rows that are lists of numbers as a tensor column. Return None for any other lists.
 
     The type of an empty list is unknown, and the shape of nested lists may be irregular. Empty and nested lists are
-    therefore converted to tensors only if the field already exists and contains tensors. Otherwise, the values in the
-    first put would determine the kind of the field.
+    therefore converted to tensors only if the field already exists and contains tensors. Otherwise, the kind of a new
+    field would depend on which values happen to be in its first put.
     """
     items: list[Any] = []
     for some in _parts(values, _LISTS_AT_ONCE):

@@ -53,10 +53,10 @@ def code_of(error: errors.TqError) -> grpc.StatusCode:
 
 
 def to_status(error: errors.TqError, **facts: str) -> Status:
-    """Convert an error to a `google.rpc.Status`. Long texts are truncated to fit in trailers.
+    """Convert an error to a `google.rpc.Status`. Long texts are truncated so that they fit in gRPC trailers.
 
     Args:
-        error: error to convert.
+        error: error to send to the client.
         **facts: additional metadata for `ErrorInfo`.
     """
     message = _cut(error.message, MAX_MESSAGE_BYTES)

@@ -6,9 +6,9 @@
     PINNED   pin: registered with the driver once -> Pin -> last reference is deleted -> stays registered until
              others need its share of TQ_PINNED_BYTES, or it is unmapped
 
-Mapping new pages takes the operating system longer than receiving the bytes. In measurements, the throughput of 256 MiB
-gets varied from 0.5 to 2.2 GB/s, only because of system time. A training loop receives and discards batches of similar
-size, so a few blocks suffice for all batches.
+The operating system takes longer to map new pages than to receive the bytes. In measurements, system time alone made
+the throughput of 256 MiB gets vary from 0.5 to 2.2 GB/s. A training loop receives and discards batches of similar size,
+so it can reuse a few blocks for all of them.
 
 Blocks for a device, buffers filled by loader workers, and regions of a storage service on this host are pinned, because
 copies to or from pageable memory would be several times slower. If the limit on pinned memory is reached, or the
@@ -108,9 +108,9 @@ class PinnedMemory:
     """A registry that pins mappings up to a limit. Thread-safe.
 
     When the limit is reached, the registry unpins the least recently used mappings that are not in use. A mapping is
-    unpinned before it is unmapped, but only after the last copy that uses the mapping. For this purpose, `keep` retains
-    the arrays of each copy until the copy has finished. The lock is reentrant, because a finalizer can run in a thread
-    that holds the lock.
+    unpinned before it is unmapped, but only after the last copy that uses the mapping. `keep` therefore retains the
+    arrays of each copy until the copy has finished. The lock is reentrant, because a finalizer can run in a thread that
+    holds the lock.
 
     Args:
         limit_bytes: maximum total number of pinned bytes. If None, the value of `TQ_PINNED_BYTES` is used, or 1 GiB if

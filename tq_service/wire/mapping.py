@@ -87,8 +87,8 @@ class Mapping:
     Attributes:
         address, size: address of the first byte, and size in bytes.
         is_shared, is_inherited: values of the constructor arguments.
-        on_unmap: list of at most one function, which must be called before the memory is unmapped. The caller removes
-            the function from the list before the call.
+        on_unmap: list of at most one function, which must be called before the memory is unmapped. Whoever calls the
+            function first removes it from the list.
 
     Raises:
         OSError: the operating system refused the mapping.

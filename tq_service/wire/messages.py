@@ -92,7 +92,7 @@ def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
 
     Args:
         kind: dataclass to instantiate.
-        message: message to read.
+        message: message whose fields are read.
         **given: values of dataclass fields that are not read from the message.
     """
     any_kind: Any = kind

@@ -1,7 +1,7 @@
 """Conversion of sample indexes, cells, enum words, field specs and custom_meta to and from protobuf messages.
 
-Sample indexes and row numbers are large integer arrays that mostly consist of runs of consecutive numbers. Messages
-contain custom_meta in columns. Users write custom_meta either as columns or as one mapping per sample, and read
+Sample indexes and row numbers are large integer arrays that mostly consist of runs of consecutive numbers. In messages,
+custom_meta is stored in columns. Users write custom_meta either as columns or as one mapping per sample, and read
 custom_meta as one mapping per sample. The functions `values_to_meta_column`, `rows_to_meta_columns` and
 `meta_columns_to_rows` convert between the two forms.
 """
@@ -199,7 +199,7 @@ class CellRuns:
 
 
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
-    """Set the sample indexes in a batch message that does not contain sample indexes yet."""
+    """Set the sample indexes in a batch message that does not contain any yet."""
     if len(indexes) > _FEW_VALUES:
         if isinstance(indexes, range):
             firsts, counts = [indexes.start], [len(indexes)]
@@ -242,7 +242,7 @@ _NUMBERS: Final[dict[type, Any]] = {bool: np.bool_, int: np.int64, float: np.flo
 
 
 def exact_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Convert Python bools, integers or floats to an array. Return None if no dtype can represent all values exactly.
+    """Convert Python bools, integers or floats to an array, or return None if no dtype represents all values exactly.
 
     Args:
         values: numbers. The result is None if any value has another type.
@@ -269,8 +269,8 @@ class EnumWords(Generic[Word]):
     Args:
         name: name of the field, for use in error messages.
         enum: protobuf enum.
-        words: the words, or a mapping from words to the names of enum values without their common prefix. By default, a
-            value has the name of its word in capitals.
+        words: the words, or a mapping from words to the names of enum values without their common prefix. By default,
+            each enum value is named like its word, in capitals.
     """
 
     def __init__(self, name: str, enum: Any, words: Iterable[Word] | Mapping[Word, str]) -> None:
@@ -351,7 +351,7 @@ _REMOVED: Final = 3
 
 @lru_cache(maxsize=1024)
 def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
-    """Encode a field spec as a message. All callers share this message, so callers must not modify it."""
+    """Encode a field spec as a message. All callers share this message, so they must not modify it."""
     return pb.FieldSpec(
         name=spec.name,
         dtype=spec.dtype,
@@ -570,7 +570,7 @@ def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
     remains unchanged.
 
     Raises:
-        InvalidArgumentError: JSON cannot represent a value; the message contains the row and the key.
+        InvalidArgumentError: JSON cannot represent a value; the message names the row and the key.
     """
     plain = rows if set(map(type, rows)) == {dict} else [_checked(position, row) for position, row in enumerate(rows)]
     # Fast path for the usual case in which all rows contain the same names. It runs no Python code per value.

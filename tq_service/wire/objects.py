@@ -74,12 +74,12 @@ def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[
 
     Args:
         values: objects to encode.
-        name: name of the list in error messages. The messages append the position, as in `text[3]`.
+        name: name of the list in error messages, to which the position is appended, as in `text[3]`.
         first: position of the first object, for use in error messages.
 
     Raises:
-        UnsupportedObjectError: an object contains a value that only pickle could encode; the message contains the type
-            and the path of the value.
+        UnsupportedObjectError: an object contains a value that only pickle could encode; the message names the value's
+            type and path.
     """
     packer = msgpack.Packer(default=lambda other: _extension(other, 0), **_OPTIONS)
     packed: list[bytes] = []
@@ -192,7 +192,7 @@ def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
 
 
 def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
-    """Return the location of the first value that cannot be encoded, and the reason. Return None if all can be."""
+    """Return the location of the first value that cannot be encoded, and the reason, or None if all values can."""
     for part, place in _parts_of(value, path):
         found = _find_refused(part, place)
         if found:
@@ -343,12 +343,12 @@ def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any]
     """Register a codec for objects of a particular type in this process.
 
     Every process that puts or reads such objects, including loader workers, must first register a codec under the same
-    name. Preferably, register the codec in the module that defines the type. A new registration replaces earlier
+    name. The best place to register the codec is the module that defines the type. A new registration replaces earlier
     registrations of the same name or type.
 
     Args:
-        name: name that is sent with each object, with 1 to 512 printable characters. Preferably, use a unique prefix,
-            as in "acme.Trajectory".
+        name: name that is sent with each object, with 1 to 512 printable characters. A unique prefix is recommended, as
+            in "acme.Trajectory".
         kind: type of the objects. The codec also applies to subclasses for which no codec is registered.
         encode: function that converts an object to a value that can be put without a codec: a plain value, a tensor, an
             array, or a container of such values.
@@ -358,7 +358,7 @@ def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any]
     check_name("name", name)
     if not isinstance(kind, type) or kind in _CARRIED:
         raise InvalidArgumentError(
-            f"kind is {kind!r}; expected a type that is not supported without a codec. Register a new class instead",
+            f"kind is {kind!r}; expected a type that needs a codec. Register a class of your own instead",
             field="kind",
         )
     before = _by_name.get(name)
@@ -423,7 +423,7 @@ def _encode_image(image: Any) -> dict[str, Any]:
 def _is_plain(value: Any) -> bool:
     """Return whether an entry of an image's info can be encoded.
 
-    Some image formats store PIL objects in the info, which cannot be encoded.
+    Some image formats store PIL objects in the info, and these objects cannot be encoded.
     """
     return type(value) in {bool, int, float, str, bytes} or (type(value) is tuple and all(map(_is_plain, value)))
 

@@ -123,7 +123,7 @@ def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
 
 
 def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
-    """Copy columns into memory in the layout of `place_columns`. Several threads copy large columns."""
+    """Copy columns into memory in the layout of `place_columns`, with several threads for large columns."""
     pieces = list(iter_frames(_placed(columns), _PIECE_BYTES, None))
     thread_count = min(len(pieces), _MOST_THREADS, len(os.sched_getaffinity(0)))
     targets = [target[number * _PIECE_BYTES :][:_PIECE_BYTES] for number in range(len(pieces))]
@@ -137,7 +137,7 @@ def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
 
 
 def write(fd: int, columns: Sequence[SourceColumn]) -> None:
-    """Write columns to a memfd in the layout of `place_columns`, which avoids the page faults of a new mapping.
+    """Write columns to a memfd in the layout of `place_columns`, without the page faults of a new mapping.
 
     Raises:
         OSError: the system has too little memory.
@@ -176,10 +176,10 @@ def _seal(fd: int) -> None:
 
 
 def check_sealed(fd: int, size: int | None = None) -> None:
-    """Check that a file descriptor refers to fully allocated memory that cannot change anymore.
+    """Check that a file descriptor refers to fully allocated memory that can no longer change.
 
     Args:
-        fd: file descriptor to check.
+        fd: file descriptor received from another process.
         size: required size in bytes. None accepts any size.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Slices of rows, which select bytes from each row of a column, and the shape of the resulting column.
+"""Slices of rows: the bytes to select from each row of a column, and the shape of the resulting column.
 
-The storage service slices rows, because only the service stores row lengths. A client slices a cell only if the extents
-of the cell are stored in several storage services. In this case, the client joins the extents first.
+The storage service slices rows, because only the service stores row lengths. If the extents of a cell are stored in
+several storage services, a client joins them and slices the cell itself.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class RowPieces:
         rows: row index of each piece, as an array of shape `(m,)`.
         starts: offset of each piece within the bytes of its row, as an array of shape `(m,)`.
         sizes: size of each piece in bytes, as an array of shape `(m,)`. Sizes may be 0.
-        unit: number of bytes that divides every piece's size and the distance between any two pieces in a put.
+        unit: a number of bytes that divides the size of every piece and the distance between any two pieces in a put.
     """
 
     column: ColumnShape
@@ -199,7 +199,7 @@ def cut_rows(
     Args:
         column: header that describes the complete rows of the column.
         cut: requested part of each row.
-        extent_counts: number of extents per cell, if the rows are extents. In this case, each resulting row is a cell.
+        extent_counts: number of extents per cell, if the rows are extents. Each resulting row is then a cell.
         extent_lengths: number of items in dimension 0 of each extent that belong to the cell.
 
     Raises:

@@ -171,7 +171,7 @@ def test_keyed_batches_that_cannot_be():
         KVBatchMeta(keys=["a", "a"], tags=[{}, {}])
     with pytest.raises(ValueError, match="fields contains duplicate names"):
         keyed(fields=["x", "x"])
-    with pytest.raises(RuntimeError, match="lacks samples with the keys"):
+    with pytest.raises(RuntimeError, match="contains no samples with the keys"):
         keyed().select_keys(["k9"])
     with pytest.raises(ValueError, match="keys contains duplicate names"):
         keyed().select_keys(["k1", "k1"])

@@ -207,7 +207,7 @@ class AsyncCalls:
                 await async_sleep(min(backoff.pause(), wait.remaining()))
 
     async def unary(self, kind: type[Response], request: Message, deadline: Deadline, address: str = "") -> Response:
-        """Make a unary call, identified by its response type, and retry until the deadline."""
+        """Make the unary call with this response type, and retry until the deadline."""
         return await self.retried(lambda: self.unary_once(kind, request, deadline, address), deadline)
 
     async def unary_once(
@@ -278,7 +278,7 @@ class AsyncBase:
 
     @property
     def namespace(self) -> str:
-        """Prefix before the "/" in the client's full partition names. Empty if the client has no namespace."""
+        """The part of the client's full partition names before the "/". Empty if the client has no namespace."""
         return self._namespace.name
 
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
@@ -293,7 +293,7 @@ class AsyncBase:
         Args:
             kind: the response type, which determines the call and its request type.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
-            batch: batch that belongs to the partition of the call. If None, `partition_id` (if passed) is a name in the
+            batch: a batch whose partition the call refers to. If None, `partition_id` (if passed) is a name in the
                 client's namespace.
             **arguments: fields of the request; see `request_of`.
         """

@@ -1,4 +1,4 @@
-"""Calls that fetch data: locate cells, read them from storage services in parallel, and restore the requested order."""
+"""Fetches data: locates cells, reads them from storage services in parallel, and restores the requested order."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class AsyncFetchCalls(AsyncBase):
-    """The client's data-fetching calls. See `AsyncClient`."""
+    """The client's calls that fetch data. See `AsyncClient`."""
 
     async def get_data(
         self,
@@ -89,36 +89,38 @@ class AsyncFetchCalls(AsyncBase):
             keys: keys of the samples.
             global_indexes: indexes of the samples, instead of keys.
             data_fields: the fields to fetch. Defaults to the fields of the metadata, or to all fields of the partition.
-            missing: "error" to raise an error, or "skip" to omit samples that do not exist or lack one of the fields.
-            missing_fields: "error" to raise an error, or "skip" to omit fields that do not exist or that one of the
-                samples lacks. With `data_fields=None`, "skip" fetches the fields that all samples have, so no sample is
-                omitted for lacking a field.
+            missing: "error" to raise an error, or "skip" to omit samples that do not exist or are missing one of the
+                fields.
+            missing_fields: "error" to raise an error, or "skip" to omit fields that do not exist or are missing from at
+                least one sample. With `data_fields=None`, "skip" fetches only the fields that all samples have, so no
+                sample is omitted because of a missing field.
             layout: layout of tensor fields whose rows have at least one dimension. None uses the field's own layout,
                 regardless of which rows are fetched. Dense fields are returned as dense tensors. Fields that were put
                 or declared as jagged, or that have rows of different shapes in any put, are returned as nested tensors.
                 "auto" returns dense tensors if all fetched rows have the same shape, and nested tensors otherwise.
                 "dense" returns dense tensors, and raises an error if the shapes of fetched rows differ. "jagged" always
                 returns nested tensors.
-            device: CUDA device for the tensors, such as "cuda:0"; objects stay on the CPU. Data is received in pinned
-                memory and copied to the device on a separate stream. The caller's current stream waits for the copy,
-                but the call returns before the copy ends. Defaults to the CPU.
-            out: contiguous tensors by field, on the CPU or a device. The call fills and returns these tensors instead
-                of allocating new ones. The fields must be dense, and each tensor must have the dtype of its field and
-                the shape `(n, ...)`. If a call fails while receiving data, the contents of these tensors are undefined.
+            device: CUDA device for the tensors, such as "cuda:0". Columns of Python objects always stay on the CPU.
+                Data is received in pinned memory and copied to the device on a separate stream. The caller's current
+                stream waits for the copy, but the call returns before the copy ends. Defaults to the CPU.
+            out: a dict of contiguous tensors by field, on the CPU or a CUDA device. The call fills and returns these
+                tensors instead of allocating new ones. The fields must be dense, and each tensor must have the dtype of
+                its field and the shape `(n, ...)`. If a call fails while receiving data, the contents of these tensors
+                are undefined.
             expand: whether to expand fields that the samples of a group share. Each shared value is fetched only once
-                per group. If True, shared fields have one row per sample. In lists, all samples of a group refer to the
-                same object. If all samples belong to one group, the rows of a tensor share memory (`Tensor.expand`), so
-                do not modify the rows in place. With several groups, the rows are copies. If False, shared fields have
-                one row per group, in order of first appearance, and `group_index`, of shape `(n,)`, maps each sample to
-                its row.
-            slices: by field, the part of each row to fetch: `(start, stop)`, a list with one pair per sample, or a
-                `RowSlice`, which supports further forms. The storage service slices the rows and sends only the
-                selected bytes. A dense field remains dense if all slices have the same length; otherwise it becomes
-                jagged.
+                per group. If True, shared fields have one row per sample. In a list column, all samples of a group
+                refer to the same object. If all samples belong to one group, the rows of a tensor share memory
+                (`Tensor.expand`), so do not modify the rows in place. With several groups, the rows are copies. If
+                False, shared fields have one row per group, in order of first appearance, and `group_index`, of shape
+                `(n,)`, maps each sample to its row.
+            slices: a dict of the part of each row to fetch, by field. Each value is a pair `(start, stop)`, a list with
+                one pair per sample, or a `RowSlice`, which supports further forms. The storage service slices the rows
+                and sends only the selected bytes. A dense field remains dense if all slices have the same length;
+                otherwise it becomes jagged.
             padded: whether to pad jagged fields and return them as dense tensors of shape `(n, longest, ...)`. Fields
                 that are ragged in several dimensions are not padded. To pad only some fields, pass a list of fields.
                 The list may include dense fields, which are padded in the first dimension.
-            pad_value: value with which shorter rows are padded, or a dict of values by field.
+            pad_value: value used to pad shorter rows, or a dict of values by field.
             length: row length of padded fields, or a dict of lengths by field. Defaults to the length of the longest
                 fetched row. Longer rows raise an error unless `truncate` is set.
             side: side on which rows are padded: "right" (after the values) or "left" (before the values).
@@ -136,7 +138,7 @@ class AsyncFetchCalls(AsyncBase):
         Raises:
             PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: a partition, field, key
                 or sample does not exist.
-            CellNotFoundError: a sample lacks one of the fields. To omit the sample or the field, set `missing` or
+            CellNotFoundError: a sample is missing one of the fields. To omit the sample or the field, set `missing` or
                 `missing_fields`.
             FieldMismatchError: rows requested as dense differ in shape, a row is longer than `length`, or a field
                 cannot be padded. Also raised if the dtype or shape of a tensor in `out` does not match its field; the

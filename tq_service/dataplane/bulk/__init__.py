@@ -1,1 +1,1 @@
-"""Bulk transfers, which send the data of puts and gets over separate connections, with a thread per connection."""
+"""Bulk transfers, which move the data of puts and gets over separate connections, with one thread per connection."""

@@ -39,11 +39,11 @@ _MOST_KEPT: Final = 8
 _STREAMS: Final = ThreadPoolExecutor(32, thread_name_prefix="tq-bulk")
 
 Remaining: TypeAlias = Callable[[], float]
-"""A function that returns the number of seconds left for a transfer to finish."""
+"""A function that returns the number of seconds that a transfer has left to finish."""
 
 
 class _Port(NamedTuple):
-    """A bulk port, with the instance id of its storage service."""
+    """A bulk port, and the instance id of the storage service that listens on it."""
 
     host: str
     port: int
@@ -55,8 +55,8 @@ class BulkLink:
 
     Args:
         address: gRPC address of the service.
-        tls: TLS settings for the connections. None: plaintext.
-        is_enabled: whether to probe the service's bulk port. If None, the environment variable determines this.
+        tls: TLS settings for bulk connections. None: plaintext.
+        is_enabled: whether to probe the service's bulk port. If None, the environment variable TQ_BULK determines this.
     """
 
     def __init__(self, address: str, tls: Tls | None = None, *, is_enabled: bool | None = None) -> None:
@@ -80,7 +80,7 @@ class BulkLink:
             return self._is_enabled and self._port is None and time.monotonic() >= self._ask_at
 
     def postpone(self, seconds: float = _TRY_AGAIN_SECONDS) -> None:
-        """Stop using the bulk port. The client will ask the service for its port again after the given time."""
+        """Stop using the bulk port for now. After the given time, the client asks the service for its port again."""
         with self._lock:
             self._port = None
             self._ask_at = time.monotonic() + seconds
@@ -113,8 +113,8 @@ class BulkLink:
         """Send the bytes of a put over bulk connections.
 
         Raises:
-            UnavailableError: some bytes were not sent. Later calls use frames. If the data caused the failure, these
-                calls fail as well.
+            UnavailableError: some bytes were not sent. Later calls use frames, and fail as well if the data was the
+                cause.
         """
 
         def send(connection: BulkConnection, parts: Sequence[Chunk], moved: Moved) -> None:
@@ -189,7 +189,7 @@ class BulkLink:
         """
         port = self._port
         if port is None:
-            raise UnavailableError("the bulk port is no longer in use; the bytes can be sent in frames instead")
+            raise UnavailableError("the client no longer uses the bulk port; send the bytes in frames instead")
         oldest = time.monotonic() - _KEPT_SECONDS
         with suppress(IndexError):
             while True:
@@ -220,7 +220,7 @@ class BulkLink:
 
     @cached_property
     def _context(self) -> ssl.SSLContext | None:
-        """TLS context for the connections, or None for plaintext."""
+        """TLS context for bulk connections, or None for plaintext connections."""
         if self._tls is None:
             return None
         context = ssl.create_default_context(cafile=self._tls.ca)

@@ -6,9 +6,9 @@ Threads in the client and in the storage service use this module. The messages a
     client -> service   32 bytes: "TQB1", the ticket (16), the index of the range (uint32), 8 zero bytes
     and the bytes of the range, from the client for a put, from the service for a get
 
-After each system call, a thread waits for the interpreter lock. This wait takes up to 5 ms if another thread is busy. A
-range is therefore transferred with as few system calls as possible. Sockets are blocking, and the kernel handles
-timeouts. A single call can receive a complete range, or send up to a million slices of memory.
+After each system call, a thread has to wait for the interpreter lock, for up to 5 ms if another thread is busy. A range
+is therefore transferred with as few system calls as possible. Sockets are blocking, and the kernel handles timeouts. A
+single system call can receive an entire range, or send up to a million slices of memory.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ _MESSAGE: Final = np.dtype(
 _HAS_SENDMMSG: Final = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
 
 Moved: TypeAlias = Callable[[int], None]
-"""Callback that receives the number of bytes moved in a step (0 after an idle second), and may raise to abort."""
+"""Callback that gets the number of bytes moved in a step (0 after an idle second), and may raise an error to abort."""
 
 Integers: TypeAlias = NDArray[np.int64]
 
 
 class BulkConnection:
-    """A connection that transfers ranges sequentially.
+    """A connection that transfers one range at a time.
 
-    Only one thread uses a connection, but any thread may call `end`.
+    Only one thread may use a connection, except that any thread may call `end`.
 
     Args:
-        connection: a connected socket, which `close` closes.
+        connection: connected socket, which is closed by `close`.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -100,7 +100,7 @@ class BulkConnection:
         return _HAS_SENDMMSG and not self._is_secure
 
     def is_idle(self) -> bool:
-        """Return whether the connection is open, has no unread bytes, and can therefore be used for a range."""
+        """Return whether the connection is open and has no unread bytes, so that it can transfer a range."""
         try:
             self._socket.setblocking(False)
             self._socket.recv(1)  # if this call consumes an unexpected byte, the connection is not reused
@@ -118,7 +118,7 @@ class BulkConnection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
 
     def greet(self, boot_id: bytes) -> None:
-        """Send the id of the storage service. The client can then detect a proxy or another program on the port.
+        """Send the storage service's id, so that the client can detect a proxy or another program on the port.
 
         Raises:
             OSError: the connection is lost.
@@ -126,7 +126,7 @@ class BulkConnection:
         self.send([memoryview(_GREETING.pack(_MAGIC, boot_id))], _once)
 
     def check_greeting(self, boot_id: bytes, seconds: float) -> None:
-        """Wait for the greeting of the storage service with this id.
+        """Wait for the greeting, which must come from the storage service with this id.
 
         Raises:
             UnavailableError: the greeting did not arrive in time, or contained a different id.
@@ -138,7 +138,7 @@ class BulkConnection:
             raise UnavailableError("the bulk port belongs to another storage service or another program")
 
     def _receive_at_once(self, data: bytearray, seconds: float) -> None:
-        """Fill the buffer in a single step, waiting at most `seconds`."""
+        """Fill `data` in a single step, waiting at most `seconds`."""
         self._wait_at_most(seconds)
         try:
             self.receive_into(memoryview(data), partial(_once, size=len(data)))
@@ -193,7 +193,7 @@ class BulkConnection:
             target = target[size:]
 
     def receive_all(self, targets: Sequence[memoryview], moved: Moved) -> None:
-        """Receive bytes into the targets in order, until all are full. If possible, a single call fills many targets.
+        """Receive bytes into the targets in order, until all are full, with as few system calls as possible.
 
         Raises the same errors as `receive_into`.
         """
@@ -234,12 +234,12 @@ class BulkConnection:
                 parts = _behind(parts, size)
 
     def send_slices(self, addresses: Integers, sizes: Integers, moved: Moved) -> None:
-        """Send slices of memory in order. Call this method only if `sends_slices` is True.
+        """Send slices of memory, in order. Call this method only if `sends_slices` is True.
 
         Args:
             addresses: start address of each slice. The caller must keep the memory readable.
             sizes: size of each slice in bytes, at least 1.
-            moved: callback that is called after each step; see `Moved`.
+            moved: callback for each step; see `Moved`.
 
         Raises:
             OSError: the connection is lost.
@@ -255,13 +255,13 @@ class BulkConnection:
                 slices = _slices_behind(slices, size)
 
     def end(self) -> None:
-        """Make the current step and all later steps fail. This method can be called from any thread."""
+        """Make the current step and all later steps fail. Any thread may call this method."""
         with suppress(OSError):
             # SSLSocket.shutdown would make the current step of another thread use the socket without TLS.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection. Call this method only in the thread that uses the connection."""
+        """Close the connection. Only the thread that uses the connection may call this method."""
         self._socket.close()
 
 
@@ -299,7 +299,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def _send_some(fd: int, slices: Integers) -> int:
-    """Send as many slices as a single system call can. Return the number of bytes sent, or 0 after a timeout.
+    """Send as many slices as possible in a single system call, and return the byte count, or 0 after a timeout.
 
     Raises:
         OSError: the system call failed.

@@ -1,12 +1,11 @@
-"""The server side of bulk transfers: the bulk port, a thread for each connection, and the authorized transfers.
+"""The server side of bulk transfers: the bulk port, one thread per connection, and the authorized transfers.
 
     a call opens a transfer   ->  its ticket is sent to the client  ->  threads move its ranges  ->  the call continues
     a call closes a transfer  ->  its threads are interrupted  ->  its memory is released once the last thread is done
 
-The authorized call determines which bytes may be read or written. Until the call ends, its ticket is valid for these
-bytes in one direction. The service divides the bytes into ranges, and accepts each range only once. Otherwise, a
-repeated range could be counted in place of a missing range. The memory of the missing range would still contain bytes
-of another put.
+An authorized call determines which bytes may be read or written. Until the call ends, its ticket is valid for these
+bytes, in one direction. The service divides the bytes into ranges, and accepts each range only once. Otherwise, a
+repeated range could be counted in place of a missing range, whose memory would still contain bytes of another put.
 """
 
 from __future__ import annotations
@@ -54,11 +53,12 @@ class Transfer:
 
     Args:
         size_bytes: total size in bytes.
-        stream_count: recommended number of connections.
+        stream_count: number of connections that the client is advised to use.
         move: function that transfers a range.
         on_moved: function called periodically on the event loop, with the number of bytes transferred since the last
             call.
-        on_unused: function called on the event loop once the transfer is closed and its memory is no longer in use.
+        on_unused: function called on the event loop once the transfer is closed and no thread uses its memory any
+            longer.
 
     Attributes:
         ticket: ticket that the client must send with each range.
@@ -121,7 +121,7 @@ class Transfer:
             self._on_unused()
 
     def move(self, index: int, connection: BulkConnection) -> bool:
-        """Transfer a range in the connection's thread. Return whether the connection can be reused."""
+        """Transfer a range in the connection's thread, and return whether the connection can be reused."""
         start = index * self.ticket.range_bytes
         end = min(start + self.ticket.range_bytes, self.ticket.size_bytes)
         with self._lock:
@@ -134,7 +134,7 @@ class Transfer:
         try:
             if not is_new:
                 raise UnavailableError(
-                    f"range {index} of a bulk transfer was requested; expected a single request for each of its "
+                    f"range {index} of a bulk transfer was requested; expected one request for each of its "
                     f"{self._count} ranges"
                 )
             self._move(connection, start, end, self._moved)
@@ -199,13 +199,13 @@ def _listen(host: str, port: int) -> socket.socket:
 class BulkServer:
     """A server that accepts connections on the bulk port and tracks transfers.
 
-    The server starts to listen when it is created.
+    The server starts listening as soon as it is created.
 
     Args:
         host: address on which to listen.
         port: port on which to listen. With 0, the system selects any free port.
         boot_id: instance id of the storage service.
-        context: function that returns the TLS context for the next connection. If None, connections are plaintext.
+        context: function that returns the TLS context for the next connection, or None for plaintext connections.
 
     Attributes:
         port: port on which the server listens.
@@ -238,13 +238,13 @@ class BulkServer:
         return len(self._proven)
 
     def takes(self, size_bytes: int) -> bool:
-        """Return whether a transfer should use the bulk port, given its size and the number of open transfers."""
+        """Return whether a transfer of this size should use the bulk port, given the number of open transfers."""
         return size_bytes >= BULK_BYTES and len(self._transfers) < _MOST_TRANSFERS
 
     def open(
         self, size_bytes: int, move: Move, *, on_moved: Callable[[int], object], on_unused: Callable[[], object]
     ) -> Transfer:
-        """Open a transfer. The caller must close the transfer. See `Transfer`."""
+        """Open a transfer, which the caller must close. See `Transfer`."""
 
         def unused() -> None:
             self._transfers.pop(transfer.ticket.ticket, None)
@@ -257,7 +257,7 @@ class BulkServer:
         return transfer
 
     def _streams_for(self, size_bytes: int) -> int:
-        """Return the number of connections that are worthwhile, based on the number of cores per recent transfer."""
+        """Return how many connections are worthwhile for this size, given the number of cores per recent transfer."""
         now, count = time.monotonic(), len(self._transfers) + 1
         self._load *= 0.5 ** ((now - self._load_at) / _LOAD_HALF_LIFE_SECONDS)
         self._load, self._load_at = max(self._load, count), now
@@ -295,7 +295,7 @@ class BulkServer:
                 self._dismiss(connection)
 
     def _admit(self, connection: BulkConnection, peer: str) -> bool:
-        """Return whether a connection may proceed. If there are too many, first end one without a valid ticket."""
+        """Return whether to accept a connection. If there are too many, end one that has not sent a valid ticket."""
         with self._lock:
             is_full = len(self._proven) + len(self._unproven) >= _MOST_CONNECTIONS
             if self._is_closed or (is_full and not self._unproven):

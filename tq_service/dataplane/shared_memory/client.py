@@ -1,7 +1,7 @@
 """The client side of shared memory: a channel that exchanges file descriptors with a storage service on the same host.
 
-A handshake verifies that the service is on this host. A put fills a region offered by the service. If the service runs
-as another user, the put sends sealed memory instead. A get maps memory offered by the service.
+A handshake verifies that the service is on this host. A put fills a memory region that the service offers, or, if the
+service runs as another user, sends sealed memory instead. A get maps memory that the service offers.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _TRY_AGAIN_SECONDS: Final = 5.0
 
 
 class FdChannel:
-    """A connection to a storage service on this host, with a session. Thread-safe.
+    """A connection and session with a storage service on this host. Thread-safe.
 
     Args:
         path: path of the service's Unix socket.
         boot_id: instance id of the service that announced the socket.
-        seconds: maximum time in seconds for connecting and for receiving the response to the hello message.
+        seconds: maximum number of seconds for connecting and for receiving the response to the hello message.
 
     Attributes:
-        session_id: id that calls use to refer to the session.
-        can_allocate: whether the client may fill the memory of a put after the service has responded to the put.
+        session_id: id by which calls refer to the session.
+        can_allocate: whether the client may fill the memory of a put even after the service has responded to the put.
         regions: regions that the session has mapped.
 
     Raises:
-        UnavailableError: no service responds on the socket, or a different service responds.
+        UnavailableError: no service, or a different service than expected, responds on the socket.
     """
 
     def __init__(self, path: Path, boot_id: bytes, seconds: float = _EXCHANGE_SECONDS) -> None:
@@ -92,11 +92,11 @@ class FdChannel:
         return bool(poll.poll(0))
 
     def send_sealed(self, put_id: bytes, columns: Sequence[SourceColumn]) -> None:
-        """Write the columns of a put into memory, seal the memory, and send its file descriptor to the service.
+        """Write a put's columns into new memory, seal the memory, and send its file descriptor to the service.
 
         Raises:
-            UnavailableError: the system is out of memory, or the session has ended. The put can use the network
-                instead.
+            UnavailableError: the system is out of memory, or the session has ended. The bytes can be sent over the
+                network instead.
         """
         try:
             fd = shared_memory.write_sealed(columns)
@@ -110,7 +110,7 @@ class FdChannel:
     def fill(self, offer: RegionOffer, columns: Sequence[SourceColumn]) -> None:
         """Copy columns into the region offered for a put.
 
-        The service is notified when copying ends, even if copying fails or the put is cancelled.
+        The service is notified when the copy ends, even if it fails or the put is cancelled.
 
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
@@ -134,7 +134,7 @@ class FdChannel:
         self._exchange(SharedMemoryRequest(filled=Filled(offer_id=offer.offer_id)))
 
     def allocate(self, offer: RegionOffer) -> tuple[Mapping, Lease]:
-        """Map the region offered for a put. The client may fill the region while the returned lease exists.
+        """Map the region offered for a put. The client may fill the region as long as the returned lease exists.
 
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
@@ -150,18 +150,18 @@ class FdChannel:
             shared_memory.close_all(fds)
 
     def begin_lease(self, offer_id: bytes) -> Lease:
-        """Begin a lease for a call that is about to take an offer."""
+        """Begin the lease of a call that is about to take the offered memory."""
         return Lease(partial(self._releases.add, offer_id))
 
     def take(self, offer_id: bytes, indexes: Sequence[int]) -> list[int]:
-        """Take the memory offered for a put or get. The memory is leased to this session until filled or released.
+        """Take the memory offered for a put or get, which is then leased to this session until filled or released.
 
         Args:
             offer_id: id of the offer.
-            indexes: positions, among the offered memory blocks, of the blocks whose file descriptors are required.
+            indexes: indexes of the offered memory blocks whose file descriptors are to be returned.
 
         Returns:
-            The requested file descriptors, in order. The caller must close them.
+            The requested file descriptors, in order. The caller must close these descriptors.
         """
         fds: list[int] = []
         try:
@@ -204,7 +204,7 @@ class FdChannel:
 
 
 class Releases:
-    """A queue that reports ended leases to the service without blocking. Arrays may be garbage-collected at any time.
+    """A queue that reports ended leases to the service, without blocking the thread in which a lease happens to end.
 
     Args:
         connection: socket of the session.
@@ -216,7 +216,7 @@ class Releases:
         self._waiting: deque[bytes] = deque()
 
     def add(self, offer_id: bytes) -> None:
-        """Release a lease now or, if the socket buffer is full, together with a later lease."""
+        """Report an ended lease now, or, if the socket's buffer is full, together with a later lease."""
         self._waiting.append(offer_id)
         with suppress(IndexError, OSError):
             while True:
@@ -228,7 +228,7 @@ class Releases:
                     return
 
     def close(self) -> None:
-        """Stop reporting. Unreported leases end with the session."""
+        """Stop reporting. Leases not yet reported end with the session."""
         self._connection.close()
 
 
@@ -236,9 +236,10 @@ class HostLink:
     """A link through which a client shares memory with a storage service on the same host.
 
     Args:
-        is_enabled: whether to check if the service is on this host. If None, the environment variable determines this.
+        is_enabled: whether to check if the service is on this host. If None, the environment variable TQ_SHARED_MEMORY
+            determines this.
 
-    Event loops call `is_due`, so no thread holds the lock of `is_due` while waiting for the service.
+    Because event loops call `is_due`, no thread holds the lock that `is_due` needs while waiting for the service.
     """
 
     def __init__(self, *, is_enabled: bool | None = None) -> None:
@@ -257,7 +258,7 @@ class HostLink:
 
     @contextmanager
     def session(self) -> Iterator[FdChannel | None]:
-        """Yield the session, if any, or None. If the block raises UnavailableError, the session is closed."""
+        """Yield the session, or None if there is none. If the block raises UnavailableError, the session is closed."""
         current = self._channel
         try:
             yield current
@@ -275,9 +276,10 @@ class HostLink:
         self._ask_again_in(_TRY_AGAIN_SECONDS)
 
     def open(self, stat: StatResponse, seconds: float = _EXCHANGE_SECONDS) -> None:
-        """Open a session if the service that sent `stat` is on this host. Otherwise, a later call tries again.
+        """Open a session if the service that sent `stat` is on this host. If none is opened, a later call tries again.
 
-        This method waits up to `seconds` while other threads open the session, and up to `seconds` for the service.
+        This method waits up to `seconds` for other threads that are opening the session, and up to `seconds` for the
+        service.
         """
         seconds = min(max(seconds, _LEAST_SECONDS), _EXCHANGE_SECONDS)
         if not self._opening.acquire(timeout=seconds):
@@ -321,7 +323,7 @@ def _is_enabled() -> bool:
 
 
 def _local_path(announced: str) -> Path | None:
-    """Return the local path of a socket. Containers may mount the shared directory at different paths."""
+    """Return a socket's path in this container, which may mount the shared directory at a different path."""
     if not announced:
         return None
     directory = os.environ.get(messages.SOCKET_DIR_VARIABLE)

@@ -1,11 +1,11 @@
 """Shared memory mapped by this process, and the page ranges that its arrays use.
 
-A region is mapped once for writing and at least once for reading. All sessions in this process share the mappings. The
-mappings and their page tables are retained for later puts and gets. An array that is returned to a program is backed by
-a private mapping, in a page range that no other get uses. If the program writes to the array, the kernel first copies
-the affected pages. When the last array is deleted, these copies are discarded, and the lease of the get is released.
-The shared mapping is used for bytes that the program never receives, such as the bytes of puts, and of gets that are
-copied to a device. The shared mapping can be pinned; see `host_memory`.
+A region is mapped once for writing and at least once for reading. All sessions in this process share these mappings,
+which are kept, with their page tables, for later puts and gets. An array that is returned to a program is backed by a
+private mapping, in a page range that no other get uses. If the program writes to the array, the kernel first copies the
+affected pages. When the last array is deleted, these copies are discarded, and the lease of the get is released. The
+shared mapping is used for bytes that the program never receives: the bytes of puts, and of gets that are copied to a
+device. The shared mapping can be pinned; see `host_memory`.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Pages(NamedTuple):
 class Lease:
     """A lease on the regions of a get, which lasts until the last array in the regions is deleted.
 
-    A lease can end at any time in any thread, so it does not use locks. If the process is forked during the lease, the
-    child shares the arrays. The parent cannot detect when the child stops using the arrays. Such a lease is never
-    released. The lease lasts until the session has ended in all processes.
+    A lease can end at any time and in any thread, so it does not use locks. If the process forks during the lease, the
+    child shares the arrays, and the parent cannot detect when the child stops using them. Such a lease is never
+    released, and lasts until the session has ended in all processes.
 
     Args:
-        release: function called when the lease ends, unless the process was forked during the lease.
+        release: function called when the lease ends, unless the process has forked during the lease.
 
     Attributes:
-        pages: mappings and page ranges that the arrays may use.
+        pages: mappings that the arrays may use, each with a page range.
     """
 
     __slots__ = ("_fork_count", "_release", "pages")
@@ -69,7 +69,7 @@ class Lease:
 
 
 class ReadMapping:
-    """A private mapping of a memfd, with the page ranges in use.
+    """A private mapping of a memfd, and the page ranges in use.
 
     Attributes:
         mapping: the mapping, which covers the entire memfd.
@@ -82,7 +82,7 @@ class ReadMapping:
         self._used: list[Pages] = []
 
     def take(self, pages: Pages) -> bool:
-        """Mark a range as used unless it overlaps a used range, and return whether it was marked. Not thread-safe."""
+        """Mark a range as used, or return False if it overlaps a range in use. Not thread-safe."""
         # Iterate over a copy, because another thread may free a range at any time.
         if any(used.first < pages.end and pages.first < used.end for used in tuple(self._used)):
             return False
@@ -90,16 +90,16 @@ class ReadMapping:
         return True
 
     def free(self, pages: Pages) -> None:
-        """Mark a range as unused and discard the changes written to it.
+        """Mark a range as unused, and discard the program's changes to it.
 
-        This method can be called at any time from any thread.
+        Any thread may call this method at any time.
         """
         self.mapping.discard_changes(*pages)
         self._used.remove(pages)
 
 
 class _Region:
-    """The mappings of a region, which all sessions in this process share, and whether the region was ever written.
+    """A region's mappings, which all sessions in this process share, and whether the region was ever written to.
 
     Attributes:
         lock: protects all attributes.
@@ -115,18 +115,18 @@ class _Region:
 
 
 _regions: WeakValueDictionary[tuple[int, bytes, int], _Region] = WeakValueDictionary()
-"""Regions of all sessions, by process id, run id and region number. A forked child process maps regions again."""
+"""Regions of all sessions, by process id, run id and region number. After a fork, the child maps regions again."""
 
 
 class MappedRegions:
     """The regions that a session has used and that the service has not dropped. Thread-safe.
 
-    The sessions of this process with a service share the mappings of each region. A region is unmapped once every
+    All sessions between this process and a service share the mappings of each region. A region is unmapped once every
     session that used the region has ended or has learned that the service dropped the region.
 
     Args:
         run_id: id of the service process. If a service restarts with the same instance id, it numbers its regions from
-            1 again. Without the run_id, a put could be written to an old region with the same number and be lost.
+            1 again. Without the run_id, a put could be written to an old region of the same number, and be lost.
     """
 
     def __init__(self, run_id: bytes) -> None:
@@ -138,9 +138,9 @@ class MappedRegions:
         return self._region(number).shared
 
     def is_new(self, number: int) -> bool:
-        """Return whether a region is about to be written for the first time.
+        """Return whether a region is about to be written to for the first time.
 
-        Only later writes justify mapping the region.
+        Mapping the region pays off only from the second write onward.
         """
         region = self._region(number)
         was_written, region.was_written = region.was_written, True
@@ -177,10 +177,10 @@ class MappedRegions:
         return None
 
     def map(self, lease: Lease, number: int, fd: int, pages: Pages | None) -> Mapping:
-        """Map memory for use by a lease. Mappings of regions are retained for later leases.
+        """Map memory for use by a lease. Mappings of regions are kept for later leases.
 
         Args:
-            lease: lease that begins to use the range.
+            lease: lease that will use the memory.
             number: number of the region, or 0 for sealed memory.
             fd: file descriptor of the memory.
             pages: range to use in a private mapping. If None, the shared mapping is used, to which the caller must not

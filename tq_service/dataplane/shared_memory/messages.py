@@ -18,7 +18,7 @@ MOST_FDS: Final = 128
 """Maximum number of file descriptors per message. Linux allows up to 253."""
 
 SOCKET_DIR_VARIABLE: Final = "TQ_SHARED_MEMORY_DIR"
-"""Environment variable with the path of the socket directory on the client, if it differs from the service's path."""
+"""Environment variable for the client's path to the socket directory, if it differs from the service's path."""
 
 _MOST_MESSAGE_BYTES: Final = 4096
 

@@ -63,7 +63,7 @@ class Memory(Protocol):
     number: int
 
     def lease(self, session: Session) -> None:
-        """Begin a lease, during which the bytes must not change. Call `session.note_dropped` if memory is freed."""
+        """Begin a lease, during which the bytes must not change. If memory is freed, call `session.note_dropped`."""
 
     def end_lease(self, *, is_released: bool) -> None:
         """End a lease. `is_released` is True if the client has reported that it no longer uses the memory."""
@@ -76,7 +76,7 @@ class SharedMemoryServer:
         directory: directory of the socket. Users with access to this directory may use shared memory.
         boot_id: instance id of the storage service, which clients must send.
         run_id: id of the service process. Region numbers are unique within the process.
-        can_allocate: whether a client may fill a region after the response to its put.
+        can_allocate: whether a client may fill a put's region after it has received the response to the put.
 
     Attributes:
         most_memories: maximum number of memory blocks that the service should keep open. Each block uses a file
@@ -122,7 +122,10 @@ class SharedMemoryServer:
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def takes_memory(self, memory_count: int) -> bool:
-        """Return whether the service may open more memory blocks than `memory_count`. The first refusal is logged."""
+        """Return whether the service may open another memory block, given the number of open blocks.
+
+        The first refusal is logged.
+        """
         if memory_count < self.most_memories:
             return True
         if not self._has_warned:
@@ -141,14 +144,14 @@ class SharedMemoryServer:
         return False
 
     def session(self, session_id: bytes) -> Session | None:
-        """Return the open session with this id, or None. Record that an authorized call has sent the id."""
+        """Return the open session with this id, or None, and record that an authorized call has sent the id."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.is_proven = True
         return session
 
     def drain(self) -> None:
-        """After a delay, end all offers that no client has taken. A get waits until its offer has been taken."""
+        """After a delay, end all offers that no client has taken, because gets wait for their offers to be taken."""
 
         def end_offers() -> None:
             for session in self._sessions.values():
@@ -203,7 +206,7 @@ class SharedMemoryServer:
             self._sessions[session.session_id] = session
 
     def _pause(self) -> None:
-        """Pause accepting connections. Otherwise, the pending connection would wake the event loop continuously."""
+        """Pause accepting connections, because a pending connection would wake the event loop continuously."""
         loop = asyncio.get_running_loop()
         if self._listener is not None:
             loop.remove_reader(self._listener)
@@ -222,7 +225,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory that only the current user can access. All users may be able to write to its parent directory.
+    """Create a directory that only the current user can access, even if all users can write to its parent.
 
     Raises:
         OSError: the directory cannot be created, or other users can write to the directory and could replace the
@@ -262,15 +265,15 @@ class Session:
         boot_id: instance id of the service, which the client must send.
         run_id: id of the service process, which is sent to the client.
         is_own_user: whether the client runs as the same user as the service.
-        can_allocate: whether the client may fill a region after the response to its put.
+can_allocate: whether the client may fill a put's region after it has received the response to the put.
         on_close: function called once when the session has ended.
 
     Attributes:
         session_id: random id, which is disclosed only to the client.
         is_proven: whether an authorized call has sent the session's id.
-        can_allocate: whether the client may fill a region after the response to its put.
+can_allocate: whether the client may fill a put's region after it has received the response to the put.
         is_own_user: whether the client runs as the same user as the service. Regions must not be offered to other
-            users, because a client can write to regions.
+            users, because clients can write to them.
     """
 
     def __init__(
@@ -301,7 +304,7 @@ class Session:
 
     @contextlib.contextmanager
     def awaiting(self, put_id: bytes) -> Iterator[Callable[[], int]]:
-        """Accept the file descriptor of a put during the `with` block.
+        """Accept the file descriptor of a put while the `with` block runs.
 
         Yields a function that returns the descriptor, which the caller must close. The function raises UnavailableError
         if the descriptor has not arrived, for example because the session ended. If the function is not called, the
@@ -434,7 +437,7 @@ class Session:
         )
 
     def _begin_lease(self, offer: Offer) -> None:
-        """Lease the memory in an offer that was taken. The lease, rather than the call, then protects the bytes."""
+        """Lease the memory of an offer that was taken. From then on, the lease protects the bytes, not the call."""
         for memory in offer.memories:
             memory.lease(self)
         self._leases[offer.offer_id] = offer

@@ -32,7 +32,7 @@ class Feed:
 
     Args:
         client: client of the service.
-        prefix: prefix of the names of partitions to show; other partitions are omitted.
+        prefix: prefix of the names of the partitions to show; other partitions are omitted.
         interval_seconds: time between status calls.
     """
 
@@ -133,7 +133,7 @@ def _span(seconds: float) -> str:
 
 
 MOST_PARTITIONS: Final = 200
-"""Maximum number of partitions shown in a frame: the most recently changed ones. Other partitions are only counted."""
+"""Maximum number of partitions in a frame. The most recently changed partitions are shown, and others only counted."""
 
 _MOST_WAITS: Final = 200
 _MOST_FIELDS: Final = 64

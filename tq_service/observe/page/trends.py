@@ -11,10 +11,10 @@ from tq_service.results import PartitionDescription, PartitionSummary, Partition
 from tq_service.step_times import StepTimes
 
 POINT_COUNT: Final = 90
-"""Number of points in each curve for the entire service, equal to three minutes at one point every 2 s."""
+"""Number of points in each curve for the entire service, enough for three minutes at one point every 2 s."""
 
 ROW_POINT_COUNT: Final = 30
-"""Number of points in each curve for a partition or task, equal to one minute at one point every 2 s."""
+"""Number of points in each curve for a partition or task, enough for one minute at one point every 2 s."""
 
 _SIGNIFICANT_DIGITS: Final = 4
 _SMOOTHED_POINTS: Final = 5
@@ -55,7 +55,7 @@ class PartitionTrend:
 class Trends:
     """Computes curves, recent batches and wait times from successive statuses of a service.
 
-    A curve has one point for each status call, or None in place of the point if the service did not respond.
+    A curve has one point for each status call. The point is None if the service did not respond.
 
     Attributes:
         partitions: history of each partition in the last status, by partition name.
@@ -119,7 +119,7 @@ class Trends:
                 curve.append(None)
 
     def waits_since(self, wait: PartitionWait) -> float:
-        """Return the start time of a wait, that is, the time when a status first contained the wait."""
+        """Return the start time of a wait, that is, the time when the wait first appeared in a status."""
         return self._waits_since[_wait_key(wait)]
 
     def _follow_waits(self, status: ServiceStatus, now: float) -> None:
@@ -194,10 +194,10 @@ _EVENT_COUNT: Final = 100  # maximum number of partition events, and of service 
 class EventLog:
     """The most recent events in the service, in chronological order.
 
-    Events are numbered from 1. Partition events have the kinds "made", "sealed" and "cleared". Service events have the
-    kinds "away", "refused", "back" and "restarted". Storage service events have the kinds "silent" and "heard". An
-    event also contains the name of the partition or storage service concerned (empty for the service itself). The page
-    shows the name followed by the event's text.
+    Events are numbered consecutively, starting from 1. Partition events have the kinds "made", "sealed" and "cleared".
+    Service events have the kinds "away", "refused", "back" and "restarted". Storage service events have the kinds
+    "silent" and "heard". An event also contains the name of the partition or storage service that it concerns (empty
+    for the service itself). The page shows the name followed by the event's text.
     """
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class EventLog:
         return [{**event, "seconds": round(now - at, 1)} for at, event in events]
 
     def note(self, at: float, kind: str, text: str, *, name: str = "") -> None:
-        """Record an event. `name` is the name of the partition or storage service concerned."""
+        """Record an event. `name` is the name of the partition or storage service that the event concerns."""
         log = self._of_partitions if kind in {"made", "sealed", "cleared"} else self._of_services
         self._count += 1
         log.append((at, {"number": self._count, "kind": kind, "name": name, "text": text}))

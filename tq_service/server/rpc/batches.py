@@ -210,7 +210,7 @@ class _Stream:
             self._is_over.set_result(None)
 
     def stall(self, most_seconds: float) -> DeadlineError | None:
-        """Return an error if the client has neither sent calls nor read responses for `most_seconds`, else None."""
+        """Return an error if the client has neither sent calls nor read responses for `most_seconds`, or None."""
         since = self._writing_since
         if since is None and not self._open:
             since = self._idle_since
@@ -249,7 +249,7 @@ class _Stream:
             )
         if asked.call_id in self._open:
             raise InvalidArgumentError(
-                f"call_id is {asked.call_id}, which another open call in this stream uses; use a unique call_id",
+                f"call_id {asked.call_id} is already used by another open call in this stream; use a unique call_id",
                 field="calls.call_id",
             )
         call = _Call(self._context, asked)
@@ -381,7 +381,7 @@ class Batches:
                 self._streams.discard(stream)
 
     def end_stalled(self) -> None:
-        """End stalled streams. This method should be called about once per second."""
+        """End stalled streams. Call this method about once per second."""
 
         def error_of(stream: _Stream) -> TqError | None:
             return stream.stall(self._stall_seconds)

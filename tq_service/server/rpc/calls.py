@@ -87,17 +87,17 @@ _RETRY_SECONDS: Final = 1.0
 class Services(grpc.GenericRpcHandler):
     """The gRPC services of a server, wrapped in middleware. Generated code receives this object in place of the server.
 
-    Each handler is wrapped once per method and caller. By contrast, a grpc.aio interceptor would add two coroutines to
-    every call and could not see the requests.
+    Each handler is wrapped once per method and caller. A grpc.aio interceptor would instead add two coroutines to every
+    call and could not see the requests.
 
     Args:
-        server: server that receives the calls.
+        server: gRPC server that receives the calls.
         middleware: middleware for each call, outermost first. The first middleware whose `admit` returns a caller
             determines the caller.
         methods: descriptions of methods by full name. Unlisted methods use the defaults of `Method`.
 
     Attributes:
-        inbox: reader of the requests, which limits their size and number.
+        inbox: reader that limits the size and number of requests.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
 
 
 class ObservedCalls(Middleware):
-    """Logs calls at debug level and updates call metrics. As the outermost middleware, it sees the status of each call.
+    """Logs calls at debug level and updates call metrics. As the outermost stage, it sees the status of each call.
 
     The metrics are named as in go-grpc-middleware. Waiting time is measured separately, because otherwise long polls
     would dominate the handling time.
@@ -250,7 +250,7 @@ def _counts_of(method: Method) -> MethodCounts:
 
 
 def code_of(error: BaseException, context: Context) -> int:
-    """Return the numeric status code of a failed call, as a client that is still connected receives it."""
+    """Return the numeric status code that a connected client receives for a failed call."""
     if isinstance(error, asyncio.CancelledError):
         remaining = context.time_remaining()
         late = remaining is not None and remaining <= 0
@@ -307,7 +307,7 @@ class RunningCalls(Middleware):
 
     Attributes:
         count: number of running calls.
-        rejected: number of calls rejected since the last report, by the name of the limit or quota.
+        rejected: number of calls rejected since the last report, by name of the limit or quota.
     """
 
     def __init__(self, most: int = sys.maxsize) -> None:
@@ -508,15 +508,15 @@ _WRONG_PROOF: Final = (
 )
 _AGENT: Final = re.compile(r"tq-service/(\S+) \(protocol (\d+)\)")
 _SERVICE: Final = make_token(name="internal-secret", sha256="0" * 64, roles=["service"], prefixes=[ALL_PARTITIONS])
-"""Token used for callers that present the internal secret, with the role `service`."""
+"""Token with the role `service`, used for callers that present the internal secret."""
 
 
 class AccessControl(Middleware):
     """Identifies the caller of each call and rejects calls that the caller is not allowed to make.
 
-    A call without a valid token is rejected before its request is read. A call to an internal method is also rejected
-    at this point if it lacks the internal secret. If the token lacks a required role or does not cover a partition in
-    the request, the call is rejected after its request has been read.
+    A call without a valid token is rejected before its request is read. A call to an internal method without the
+    internal secret is also rejected before its request is read. If the token lacks a required role or does not cover a
+    partition in the request, the call is rejected after its request has been read.
 
     Args:
         audit: log of rejected calls and administrative calls.
@@ -527,7 +527,7 @@ class AccessControl(Middleware):
 
     Attributes:
         partition_of: function that returns the partition of a complete put in this process's storage service, or None
-            for an unknown put. The attribute is None if this process does not run a storage service.
+            for an unknown put. `partition_of` is None if this process does not run a storage service.
         admitted_at: `time.monotonic` time of the first admitted call on each connection, by peer. If tokens are
             required, health probes are ignored, because they need no token. `Connections` removes the entries of closed
             connections.

@@ -27,7 +27,7 @@ from tq_service.wire.connection import MAX_REQUEST_BYTES, PART_BYTES
 Part = TypeVar("Part")
 
 LEAST_PROGRESS_BYTES: Final = 64 * 1024
-"""Minimum number of bytes that a stream must transfer within `stall_seconds`, or else it is ended as stalled."""
+"""Minimum number of bytes that a stream must transfer within `stall_seconds` to avoid being ended as stalled."""
 
 GRACE_SECONDS: Final = 10.0
 """Waiting time per stream that is ignored when the stream's transfer rate is compared with the minimum."""
@@ -42,7 +42,7 @@ MAX_WAITING_BYTES: Final = 32 << 20
 _DECODED_AT_ONCE: Final = 512 << 10  # bytes, which take a few milliseconds to decode if they are varints
 _EOF: Final = grpc.aio.EOF
 _ROUNDED_SHARE: Final = 0.035
-"""Safety margin for timeouts: according to measurements, gRPC may send a timeout up to 3.3 % longer than requested."""
+"""Safety margin for timeouts. In measurements, gRPC sent timeouts that were up to 3.3 % longer than requested."""
 
 needs_no_turn: Final[ContextVar[bool]] = ContextVar("needs_no_turn", default=False)
 """Whether the current call reads without a `Turn`, as streams such as CallMany do because they may be idle for long."""
@@ -126,7 +126,7 @@ class WaitingCalls:
 
 
 class Turn:
-    """Permission to perform one or several related reads on a connection. Turns are granted by a `Lane`.
+    """Permission to perform one or more related reads on a connection. Turns are granted by a `Lane`.
 
     Attributes:
         connection: gRPC's name for the connection's peer.
@@ -161,7 +161,7 @@ class Turn:
             seconds = self._lane.patience_seconds
             raise DeadlineError(
                 f"a message did not arrive within {seconds:g} s while other messages were waiting to be read. Send "
-                "messages faster, or send fewer of them at once",
+                "messages faster, or send fewer messages at once",
                 metadata={"limit_name": "patience", "limit": f"{seconds:g}"},
             ) from None
         finally:
@@ -174,7 +174,7 @@ class Turn:
         return self._task is not None and not self._is_ended
 
     def end(self) -> None:
-        """Cancel the running step and thus its call."""
+        """Cancel the running step, which also cancels its call."""
         if self._task is not None and not self._is_ended:
             self._is_ended = True
             self._task.cancel()
@@ -188,15 +188,15 @@ class Lane:
     """Limits concurrent reads, both in total and per connection. Waiting connections take turns.
 
     A read is slow if it takes longer than `patience_seconds` while other reads wait. A few slow reads are moved aside.
-    Such reads continue but no longer count as concurrent reads. A connection with a read moved aside may not use the
-    last free slot. If too many reads have been moved aside, the lane ends the oldest read of the connection that has
-    the most of them.
+    Such reads continue but no longer count as concurrent reads. A connection that has a read moved aside may not use
+    the last free slot. If too many reads have been moved aside, the lane ends the oldest read of the connection that
+    has the most such reads.
 
     Args:
         most: maximum number of concurrent reads.
         most_of_one: maximum number of concurrent reads per connection, including those moved aside.
         patience_seconds: maximum duration of a read while other reads wait.
-        most_aside: maximum number of reads moved aside. If 0, slow reads are ended.
+        most_aside: maximum number of reads moved aside. If 0, every slow read is ended.
         most_waiting_of_one: maximum number of waiting reads per connection.
 
     Attributes:
@@ -308,7 +308,7 @@ class Lane:
             self._patrol = loop.call_at(max(next(iter(self._steps)).due_at, loop.time()), self._part_with_slow)
 
     def _part_with_slow(self) -> None:
-        """Move slow reads aside, ending one if too many were moved. If none may be moved aside, end all slow reads."""
+        """Move slow reads aside, ending one if too many were moved. If no read may be moved, end all slow reads."""
         self._patrol = None
         now = asyncio.get_running_loop().time()
         for turn in list(self._steps) if self._waiting else ():
@@ -530,7 +530,9 @@ def _too_large(size: int, limit: int, remedy: str) -> InvalidArgumentError:
 
 
 class Progress:
-    """A stall timer for a stream. The timer runs while the stream waits for its client and restarts after enough bytes.
+    """A stall timer for a stream, which runs while the stream waits for its client.
+
+    The timer restarts once enough bytes have been transferred.
 
     Args:
         seconds: maximum time to transfer `LEAST_PROGRESS_BYTES`.

@@ -145,11 +145,11 @@ def method_of(described: MethodDescriptor) -> Method:
 def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
     """Return a function that reads the value at a path in a message.
 
-    The function returns None if a message on the path is absent or if its argument has an unexpected type. If a message
-    on the path is repeated, the function returns a list of the values in all elements.
+    The function returns None if a message on the path is absent or if the function's argument has an unexpected type.
+    If a message on the path is repeated, the function returns a list of the values in all elements.
 
-    A stream decoder, such as those in wire/columns.py, may return a submessage instead of the entire message. In that
-    case, the function reads the value from the submessage.
+    A stream decoder, such as those in wire/columns.py, may return a submessage instead of the entire message. The
+    function then reads the value from the submessage.
 
     Raises:
         ValueError: the field does not exist.
@@ -273,8 +273,7 @@ class Middleware:
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
         """Wrap the inner handler `behavior` for a caller's calls to a method.
 
-        This method runs once per method and caller, so middleware that does not apply to a method adds no cost to calls
-        to that method.
+        This method runs once per method and caller, so middleware adds no cost to calls to which it does not apply.
         """
         return behavior
 
@@ -298,7 +297,7 @@ class EndableCalls:
                 task.cancel()
 
     async def run(self, call: Awaitable[Any], owner: Any = None) -> Any:
-        """Await a call in the current task and return its result. The call can be ended with `end`.
+        """Await a call in the current task and return its result. Other code can end the call with `end`.
 
         Raises:
             TqError: the call was ended with `end`.

@@ -1,1 +1,1 @@
-"""The lower layer of the storage engine: stores for the bytes of puts."""
+"""The lower layer of the storage engine: blob stores, which contain the bytes of puts."""

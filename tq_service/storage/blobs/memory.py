@@ -37,7 +37,7 @@ PIECE_BYTES: Final = 1 << 20
 """Number of text bytes that are validated in a single step. A step blocks all other threads for at most 2 ms."""
 
 UNMAPPED_IN_BACKGROUND_FROM_BYTES: Final = 8 << 20
-"""Minimum size in bytes of mappings that are unmapped in a thread. Freeing 1 GiB takes at least 20 ms."""
+"""Minimum size in bytes of mappings that are unmapped in a background thread. Freeing 1 GiB takes at least 20 ms."""
 
 BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-close")
 _TEMPORARY: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
@@ -114,8 +114,8 @@ class Blob:
         number: identifier that stays valid after a restart, or 0 if the blob does not outlive the process.
         checksum: XXH3 checksum of all bytes written and filled so far, or 0 if the blob has no number.
         store, size, memory, backing: the constructor's arguments.
-        charge: number of quota bytes that the blob occupies until it is freed. The blob's owner may change this number.
-        is_damaged: whether the backing must not be reused.
+        charge: number of quota bytes that the blob occupies until it is freed. The blob's owner may change the charge.
+        is_damaged: whether the backing is damaged and must not be reused.
         shared: memory that clients on this host can map, or None if they cannot map the blob.
         tables: tables of the put. The value is None if a local blob begins with the tables, or if a recovered blob has
             not been read.
@@ -221,7 +221,7 @@ class Blob:
             self.store.free(self)
 
     def close(self) -> None:
-        """Drop the reference to the memory when the store frees the blob. Existing views keep the memory alive."""
+        """Drop the reference to the memory while the blob is being freed. Existing views keep the memory alive."""
         self.memory = b""
 
     def release(self) -> None:
@@ -264,7 +264,7 @@ class BlobStore(ABC):
         blob.write_from(data, start)
 
     async def flush(self, blob: Blob) -> None:  # noqa: B027  (most stores are in memory)
-        """Wait until all bytes of a blob would survive a process crash. Do nothing unless `is_durable`.
+        """Wait until all bytes of a blob would survive a process crash. Do nothing unless `is_durable` is set.
 
         Raises:
             OSError: the blob cannot be written.
@@ -272,7 +272,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def free(self, blob: Blob) -> None:
-        """Free a blob that is no longer being read, now or soon, and call `on_freed`. Only the blob calls this."""
+        """Free a blob without readers, immediately or later, and call `on_freed`. Only the blob calls this method."""
 
     def trim(self, elapsed_seconds: float) -> None:  # noqa: B027  (most stores have nothing to trim)
         """Free some pooled bytes that were not needed during the elapsed time."""
@@ -489,7 +489,10 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
 
 
 def size_class(size: int) -> int:
-    """Return the backing capacity for `size` bytes. The capacity is at most an eighth larger, rounded up to pages."""
+    """Return the backing capacity for `size` bytes.
+
+    The capacity exceeds `size` by at most an eighth, rounded up to whole pages.
+    """
     step = 1 << max((size - 1).bit_length() - _CLASSES_PER_DOUBLING.bit_length(), 12)
     return -(-size // step) * step
 

@@ -1,9 +1,9 @@
 """Segments, which are reusable files that each contain the bytes of one put.
 
 A file is created with its full capacity allocated. If the disk is full, only puts that need a new file fail. Threads
-read and write the files, which are never mapped. An unreadable page or a truncated file therefore fails only a single
-read, whereas it would kill the process (SIGBUS) if the file were mapped. The tables of puts are also kept in memory.
-File names are numbers assigned by this service, never text chosen by a client.
+read and write the files, which are never mapped. An unreadable page or a truncated file therefore makes only a single
+read fail, instead of killing the process (SIGBUS) as it would with a mapped file. The tables of puts are also kept in
+memory. File names are numbers assigned by this service, never text chosen by a client.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Segment:
     Attributes:
         number: number in the file name.
         capacity: size of the file in bytes.
-        is_new: whether the file's directory entry may not have been synced yet.
+        is_new: whether the file's directory entry might not have been synced yet.
         is_kept: whether a recording has linked the file under another name, so its bytes must never change.
     """
 
@@ -183,7 +183,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
 
     Args:
         directory: directory that contains the files. The directory is created if it does not exist.
-        sync: whether a flush waits for the disk. Otherwise, the operating system may still buffer flushed blobs.
+        sync: whether a flush waits for the disk. If false, the operating system may still buffer flushed blobs.
         min_free_bytes: free disk space that must remain, in bytes.
     """
 

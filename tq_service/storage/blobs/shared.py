@@ -1,7 +1,8 @@
 """Blobs in memory that clients on this host map: regions created by the service, and memfds sealed by clients.
 
-A reused region is fast, because its pages and the page tables of the processes that map it already exist. A region is
-reused only if no process may still read or write its bytes. Session leases enforce this rule:
+Reusing a region is fast, because its pages and the page tables of the processes that map the region already exist. A
+region is reused only when no process can still read or write its bytes. Leases held by sessions determine when a region
+can be reused:
 
     blob allocated -> region in use -> blob freed, no lease left ---------------------------------> pooled -> used again
                                     -> blob freed, leased -> last lease released ------------------> pooled, or dropped
@@ -79,7 +80,7 @@ class Region(SharedMemory):
     """A memfd created by this service. Clients that run as the same user write to the memfd.
 
     Args:
-        number: identifier of the region, which this process never reuses.
+        number: identifier of the region. This process never reuses an identifier.
         capacity: size in bytes, a multiple of the page size.
         on_unleased: function called when the region's last lease has ended.
 
@@ -108,7 +109,7 @@ class Region(SharedMemory):
         self._sessions: WeakSet[Session] = WeakSet()
 
     def note_dropped(self) -> None:
-        """Notify all sessions that may have mapped the region that it will not be used again."""
+        """Tell all sessions that may have mapped the region that the region will not be used again."""
         for session in self._sessions:
             session.note_dropped(self.number)
 
@@ -125,7 +126,7 @@ class Region(SharedMemory):
             self._on_unleased(self)
 
     def remove(self) -> None:
-        """Close and unmap the region. Free its pages even if clients map them, unless a client may still use them."""
+        """Close and unmap the region. Free its pages even if they are mapped, unless a client may still use them."""
         if self.is_fit:
             shared_memory.free_pages(self.memory)
         super().remove()
@@ -135,8 +136,8 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
     """A store of blobs in regions.
 
     If a blob is freed while its region is leased, the region counts as used until its leases have ended. If the used
-    bytes exceed `max_bytes` before the leases have ended, such regions are abandoned in the order in which their blobs
-    were freed. The memory of an abandoned region no longer counts as used.
+    bytes exceed `max_bytes` earlier, leased regions of freed blobs are abandoned in the order in which the blobs were
+    freed. The memory of an abandoned region no longer counts as used.
 
     Args:
         max_bytes: number of used bytes above which regions are abandoned, or None for no limit.

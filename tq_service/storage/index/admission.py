@@ -18,14 +18,14 @@ _SPARE_SHARE: Final = 16  # each spill frees an extra sixteenth of the memory li
 class Admission:
     """Tracks stored and reserved bytes, and queues puts that wait for capacity.
 
-    A put that fits is admitted ahead of earlier puts that do not fit. The admitted put may complete a group, which a
+    A put that fits is admitted ahead of earlier puts that do not fit. Admitting such a put may complete a group that a
     trainer can then consume and clear. Admission alternates between tokens, and between the partitions of each token,
     so a token or partition with many puts does not delay other producers. `AdmissionTurn` prevents starvation of large
     puts.
 
-    Puts of new rows cannot use a reserved share of the quota, so a full store can still accept columns for existing
-    rows and drain. If puts of both kinds fit, columns for existing rows are admitted first. Each instance is confined
-    to one event loop.
+    Puts of new rows cannot use the reserved share of the quota. A full store can therefore still accept columns for
+    existing rows, and can be drained. If both new rows and columns for existing rows fit, the columns are admitted
+    first. Each instance is confined to one event loop.
 
     Args:
         max_bytes: quota in bytes, or None if unlimited.
@@ -115,7 +115,7 @@ class Admission:
             self._leave(waiter)
             if not waiter.granted.done():
                 waiter.granted.set_exception(
-                    UnavailableError("no capacity is left, and the service is draining. Retry when it is back.")
+                    UnavailableError("no capacity is left, and the service is draining. Retry after it has restarted.")
                 )
         self._set_timer()
 
@@ -234,8 +234,8 @@ class Admission:
             if not isinstance(error, TimeoutError):
                 raise
             raise QuotaExceededError(
-                f"no capacity for {waiter.size} bytes by the deadline: {self.used_bytes} of {self.max_bytes} bytes "
-                f"are in use{in_front}. Clear consumed samples, or raise max_bytes.",
+                f"no capacity became available for {waiter.size} bytes by the deadline: {self.used_bytes} of "
+                f"{self.max_bytes} bytes are in use{in_front}. Clear consumed samples, or raise max_bytes.",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
                 metadata={
                     "limit_name": "max_bytes",

@@ -165,16 +165,16 @@ class StoredColumn:
         self.table_at = self.values_at = 0  # set by the put
 
     def table(self, tables: Tables) -> Rows:
-        """Return the offsets followed by the extents of each row, as one array. Not applicable to dense columns."""
+        """Return the row offsets followed by the row extents, as one array. Not applicable to dense columns."""
         stored = self.row_set.stored_count
         return np.frombuffer(tables, np.int64, stored + 1 + stored * extent_count(self.spec), self.table_at)
 
     def offsets(self, tables: Tables) -> Rows:
-        """Return the row starts and the end of the last row, shape `(stored + 1,)`. Not applicable to dense columns."""
+        """Return the row starts and the last row's end, of shape `(stored + 1,)`. Not applicable to dense columns."""
         return self.table(tables)[: self.row_set.stored_count + 1]
 
     def extents(self, tables: Tables) -> Rows:
-        """Return the extents of stored rows, shape `(stored, extents per row)`. Not applicable to dense columns."""
+        """Return the stored rows' extents, of shape `(stored, extents per row)`. Not applicable to dense columns."""
         stored = self.row_set.stored_count
         return self.table(tables)[stored + 1 :].reshape(stored, extent_count(self.spec))
 
@@ -208,7 +208,8 @@ class StoredPut:
         row_count: original number of rows.
         partition_id: partition of the put.
         live_bytes: size of the live cells in bytes, including their share of the tables.
-        for_existing_rows: whether capacity was reserved for columns of existing rows. Such a put must not create rows.
+        for_existing_rows: whether capacity was reserved for columns of existing rows. If true, the put must not create
+            rows.
         owner: controller that owns the put.
     """
 
@@ -259,7 +260,8 @@ class StoredPut:
     def place(self, values: Blob, *, is_recovered: bool = False) -> None:
         """Place the put in a blob of `blob_bytes` bytes, whose `charge` must equal the put's charge.
 
-        Next, fill the tables unless the put is recovered. The blob of a recovered put already contains its tables.
+        After this call, fill the tables unless the put is recovered. The blob of a recovered put already contains its
+        tables.
         """
         self._own_columns()
         self.values = values
@@ -638,7 +640,7 @@ class TextCheck:
 
 
 def _wrong_row(name: str, row: int, what: str) -> InvalidArgumentError:
-    """Return the error for an object row that is invalid in its encoding."""
+    """Return the error for an object row that does not conform to its encoding."""
     return InvalidArgumentError(
         f"row {row} of field {name!r} {what}", field="columns", metadata={"row": str(row), "field_name": name}
     )
@@ -650,9 +652,9 @@ class PendingPut:
     There are three ways to provide the bytes. `write` appends bytes in order. `map_fd` provides all bytes at once.
     Threads or other processes may also write to the blob directly and then call `end_filling`.
 
-    A put is first waiting for capacity, then open, and finally done. A put can be aborted in any state except done. The
-    call that reserved a put aborts the put unless it is done. A newer stream for the same put aborts the older stream,
-    whose next call raises an error.
+    A put first waits for capacity, is then open, and is finally done. A put can be aborted in any state except done.
+    The call that reserved a put aborts the put unless it is done. A newer stream for the same put aborts the older
+    stream, whose next call raises an error.
 
     Args:
         put_id: id of the put.

@@ -10,21 +10,21 @@ Lifecycle of a put in its storage service:
                           not listed -> waiting
 
 A controller in another process commits a put when it receives the put's receipt, and confirms the put to the storage
-service shortly afterwards. An overdue put may therefore already be committed, so the storage service asks the
-controller before dropping it. Once a controller has answered that it does not know a put, it must not commit that put.
-Two timestamps enforce this rule. A receipt contains the time at which it was issued, and the storage service's query
-contains the time from which receipts are valid. If a client retries a put after half of its waiting time, the put
-starts waiting again with a new receipt. `server/puts.py` describes the controller's side and explains why no put is
-lost.
+service shortly afterward. An overdue put may therefore already be committed, so the storage service asks the controller
+before dropping it. Once a controller has answered that it does not know a put, the controller must not commit that put.
+Two timestamps prevent a commit after such an answer. A receipt contains the time at which it was issued, and the
+storage service's query contains the time from which receipts are valid. If a client retries a put after half of the
+put's waiting time, the put starts waiting again with a new receipt. `server/puts.py` describes the controller's side
+and explains why no put is lost.
 
 If the store outlives the process (`PutJournal`), records are written in this order:
 
     blob written -> (copied, flushed) -> record appended to the journal -> the put is complete
     put dropped -> record of the drop appended to the journal -> record durable -> blob released
 
-After a restart, the bytes of a put are verified before they are first read, and a background task slowly verifies all
-puts. The record of a small put includes its bytes. A put in shared memory becomes complete only after its bytes have
-been copied to a blob in the store. Reads still use the shared memory while the process runs.
+After a restart, the bytes of a put are verified before they are first read, and a background task verifies all puts at
+a limited rate. The record of a small put includes its bytes. A put in shared memory becomes complete only after its
+bytes have been copied to a blob in the store. Reads still use the shared memory while the process runs.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Overdue(NamedTuple):
 
     Attributes:
         put_ids: ids of the overdue puts.
-        valid_from: time from which receipts are valid. Receipts of all overdue puts are older and therefore invalid.
+        valid_from: time from which receipts are valid. The receipts of all overdue puts are older than this time and
+            therefore invalid.
     """
 
     put_ids: list[bytes]
@@ -250,8 +251,8 @@ class PutTable(Mapping[bytes, StoredPut]):
     def on_answer(self, asked: Overdue, unknown: Collection[bytes]) -> list[bytes]:
         """Process a controller's response to a query, and return the puts to drop.
 
-        Puts unknown to the controller are dropped. Puts known to the controller start waiting again. A put that has
-        been issued a new receipt since the query is ignored, because it may be committed with that receipt.
+        Puts unknown to the controller are dropped. Puts known to the controller start waiting again. A put that
+        received a new receipt after the query was sent is ignored, because it may be committed with that receipt.
         """
         old = [put_id for put_id in asked.put_ids if self._waiting.get(put_id, math.inf) < asked.valid_from]
         for put_id in old:
@@ -439,7 +440,7 @@ def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLo
 
 
 class Backing(Generic[SourceT]):
-    """Base class for preserving an engine's puts beyond its process: `PutJournal` on disk, `Mirror` on other nodes.
+    """Base class of `PutJournal` (disk) and `Mirror` (other nodes), which preserve an engine's puts beyond its process.
 
     The base class itself preserves nothing. Instances are confined to the engine's event loop.
 
@@ -530,7 +531,7 @@ class Backing(Generic[SourceT]):
         return False
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put if the engine has only its id and owner in memory, otherwise None."""
+        """Return the partition of a put if the engine has only the put's id and owner in memory, otherwise None."""
         return None
 
     def stat(self, spilled_bytes: int = 0) -> MirrorStatus | None:
@@ -679,11 +680,11 @@ class PutLog(Protocol):
 
     @property
     def fatal(self) -> Callable[[str, BaseException], None]:
-        """Function to call, with a message and its cause, if the log may have diverged from the state in memory."""
+        """Function to call with a message and a cause if the log may have diverged from the state in memory."""
         ...
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
-        """Append a record to the log's buffer. Records become durable in order. `values` must not change afterwards."""
+        """Append a record to the log's buffer. Records become durable in order. `values` must not change afterward."""
         ...
 
     def after_durable(self, callback: Callable[[], None]) -> None:
@@ -760,7 +761,7 @@ class PutJournal(Backing[Blob]):
     # Dropping puts
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
-        """Append a record that a put was dropped. Release the put's blob when the record is durable."""
+        """Record in the journal that a put was dropped. Release the put's blob when the record is durable."""
         self._records.pop(put_id, None)
         (blob.copy or blob).is_damaged = self.clear_damage(put_id)
         self._log.append_put(encode_put(PutDropped(put_id=put_id)))
@@ -897,7 +898,7 @@ def _around_id(kind: PutKind, sizes: bytes, size_bytes: int) -> tuple[bytes, byt
 
 
 def _packed(record: PutStored, values: bytes | bytearray) -> PackedPut | None:
-    """Return the packed form of a put, or None unless its record includes all original rows and the values."""
+    """Return the packed form of a put, or None if its record lacks some of the original rows or the values."""
     if record.segment or record.freed_names or any(rows is not None for rows in record.row_sets):
         return None
     return packed_put(

@@ -1,10 +1,11 @@
-"""Reading cells in the requested order, by copying or as shared memory, and compacting puts.
+"""Reads cells in the requested order, by copying or through shared memory, and compacts puts.
 
     runs of rows -> spans of blobs, with a header for each column -> views of local blobs, bytes copied by threads, or
     slices of shared memory that a client on the same host maps
 
 A read may cover thousands of single-row puts. The work per put is therefore limited to collecting a few attributes in a
-list. All puts whose columns have the same spec are then processed together, after joining their small tables.
+list. The small tables of all puts whose columns have the same spec are then joined, and these puts are processed
+together.
 
 Compaction plans the move, allocates a blob, copies the live cells, and replaces the old put. Cells freed during the
 copy are then freed in the new put.
@@ -154,7 +155,7 @@ def _held(
         if put is None:
             check_passed_on("put_ids", put_ids[index])
             raise PutNotFoundError(
-                f"put {put_ids[index].hex()} does not exist: it never completed, expired without a commit, or was "
+                f"put {put_ids[index].hex()} does not exist: it was never completed, expired without a commit, or was "
                 "cleared or overwritten; locate the samples again",
                 metadata={"put_id": put_ids[index].hex()},
             )
@@ -180,11 +181,13 @@ def _check_runs(runs: Sequence[CellRuns], put_count: int) -> int:
     """Validate the runs, and return the number of requested rows."""
     names = [name for fields in runs for name in fields.field_names]
     if not names or len(set(names)) != len(names):
-        raise InvalidArgumentError(f"runs name the fields {names}; expected at least one, each only once", field="runs")
+        raise InvalidArgumentError(f"runs name fields {names}; expected at least one, without duplicates", field="runs")
     row_counts = {fields.field_names: _count_rows(fields, put_count) for fields in runs}
     if len(set(row_counts.values())) > 1:
         got = "; ".join(f"{', '.join(names)}: {count}" for names, count in row_counts.items())
-        raise InvalidArgumentError(f"row counts differ between fields ({got}). Request the same rows", field="runs")
+        raise InvalidArgumentError(
+            f"row counts differ between fields ({got}). Request the same rows of every field", field="runs"
+        )
     return next(iter(row_counts.values()))
 
 
@@ -202,7 +205,7 @@ def _count_rows(fields: CellRuns, put_count: int) -> int:
         raise InvalidArgumentError(f"{what} refer to a put that is not among the {put_count} listed puts", field="runs")
     if int(counts.min()) < 1 or int(counts.max()) > MAX_ROWS or int(counts.sum()) > MAX_ROWS:
         raise InvalidArgumentError(
-            f"{what} must have 1 to {MAX_ROWS} rows each, and at most that many in total", field="runs"
+            f"{what} must have 1 to {MAX_ROWS} rows each, and at most {MAX_ROWS} rows in total", field="runs"
         )
     return _count_cells(fields, what) if fields.extent_counts.size else int(counts.sum())
 
@@ -213,7 +216,7 @@ def _count_cells(fields: CellRuns, what: str) -> int:
     row_count = int(fields.row_counts.sum())
     if int(counts.min()) < 1 or int(counts.sum()) != row_count or len(lengths) != row_count:
         raise InvalidArgumentError(
-            f"{what} have extent_counts of {int(counts.sum())} extents and {len(lengths)} extent_lengths; expected "
+            f"{what} have {int(counts.sum())} extents in extent_counts and {len(lengths)} extent_lengths; expected "
             f"{row_count} of each (the number of rows), and at least 1 extent per cell",
             field="runs",
         )
@@ -418,7 +421,7 @@ class GatherList:
 
 
 def _next_part(chunks: Iterator[memoryview]) -> list[memoryview]:
-    """Return as many chunks as fit into a frame, or an empty list if there are no more chunks."""
+    """Return as many chunks as fit in a frame, or an empty list if there are no more chunks."""
     part, size = [], 0
     for chunk in chunks:
         part.append(chunk)
@@ -462,7 +465,9 @@ def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """The location of a column's bytes, as slices. Each slice has a put, and a start and a size in its blob.
+    """The location of a column's bytes, as slices.
+
+    Each slice is defined by a put, and by a start and a size in the put's blob.
 
     The size of each slice, and the distances between starts within a put, are multiples of `unit` bytes.
     """
@@ -662,7 +667,7 @@ def _are_scattered(sizes: Rows, unit: int) -> bool:
 
 
 def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[Rows, Rows, Rows]]:
-    """Split slices into blocks that are gathered in a single step. Large slices are split at unit boundaries.
+    """Split slices into blocks, each gathered in a single step. Large slices are split at unit boundaries.
 
     Args:
         puts: put of each slice.

@@ -1,4 +1,4 @@
-"""Search for the mirrored puts of a lost storage service, which another storage service then takes over."""
+"""Search for a lost storage service's mirrored puts, which another storage service then takes over."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ async def find_left(
 class _Search:
     """A search for the objects of an instance in an object store.
 
-    If the object store can list names, names are listed once. A single listing is much cheaper than looking up many
-    names.
+    If the object store can list names, the search lists them once. A single listing is much cheaper than looking up
+    many names.
     """
 
     def __init__(self, objects: ObjectStore, names: Names) -> None:
@@ -96,7 +96,7 @@ class _Search:
         self._listed: set[str] | None = None
 
     async def copies(self, names: Sequence[str], *, counted: bool = False) -> list[int]:
-        """Return the number of copies of each object, or 0 if missing. If `counted`, always query the store."""
+        """Return the number of copies of each object, or 0 if it is missing. If `counted`, always query the store."""
         if counted or not self._objects.abilities.lists_names:
             starts = range(0, len(names), _NAMES_A_CALL)
             calls = [self._objects.copies(names[start : start + _NAMES_A_CALL]) for start in starts]
@@ -152,7 +152,7 @@ class _Search:
         return data
 
     async def _describe(self, stored: PutObject) -> PutObject | None:
-        """Add information from an object's records to `stored`, and return it. Return None if the object is missing."""
+        """Add data from an object's records to `stored`, and return `stored`. Return None if the object is missing."""
         name, heads = self._names.pieces(stored)[0], unpack_heads(b"")
         try:
             while isinstance(heads, int):
@@ -170,8 +170,8 @@ class _Search:
     async def complete(self, found: Sequence[PutObject], copies: int) -> list[PutObject]:
         """Return the existing objects, and mark objects that must be mirrored again.
 
-        If the caller of `put` determines the number of copies, all objects are mirrored again, because one of the
-        existing copies may be on the calling service's own node.
+        If the caller of `put` determines the number of copies, one copy may be on the calling service's own node. All
+        objects are therefore mirrored again.
         """
         are_fixed = self._objects.abilities.fixed_copies is not None
         counts = await self.copies([self._names.pieces(each)[0] for each in found], counted=not are_fixed)

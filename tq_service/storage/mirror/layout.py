@@ -14,9 +14,9 @@ of each put, all records, and all tables and values, in that order. An object th
 split into chunks. The first chunk is written last, so if it exists, all chunks exist.
 
 Objects are found through lists, because few object stores can find names by prefix without scanning all names. Objects
-are numbered. A list contains all existing objects and the number of the next object. At most `WINDOW` objects are
-written between two lists, so a list plus a check of the next `WINDOW` names covers all acknowledged objects. Each list
-is named after the second in which it was written, and a search proceeds backward from the current second. Every
+are numbered. A list describes all existing objects and contains the number of the next object. At most `WINDOW` objects
+are written between two lists, so a list plus a check of the next `WINDOW` names covers all acknowledged objects. Each
+list is named after the second in which it was written, and a search proceeds backward from the current second. Every
 takeover starts a new generation with its own lists. A successor searches all generations, because the writer of an
 earlier generation may have kept writing.
 """
@@ -39,7 +39,7 @@ WINDOW: Final = 8192
 """Maximum number of objects that are written between two lists."""
 
 HEAD_BYTES: Final = 64 << 10
-"""Number of bytes to read from the start of an object. The range nearly always includes all records."""
+"""Number of bytes to read from the start of an object. These bytes nearly always include all records."""
 
 _COUNT: Final = struct.Struct("<I")
 _SIZES: Final = struct.Struct("<IQ")

@@ -7,7 +7,7 @@ Freeing rows and compacting puts affect only memory. An object is removed when t
 Therefore, a storage service that was wrongly declared dead cannot destroy data that its successor has taken over.
 
 Puts that were taken over from a lost storage service are unfetched: only their id, owner and partition are known.
-Unfetched puts are fetched on the first read, or later in the background. Spilled puts, whose bytes are no longer in
+Unfetched puts are fetched when they are first read, or in the background. Spilled puts, whose bytes are no longer in
 memory, are fetched when they are read or when some of their cells must be freed.
 """
 
@@ -51,10 +51,10 @@ class _Copy:
         stored: object that contains the put, or None if it has not been written.
         record: record of the put, which is written together with its bytes.
         parts: bytes of the put, kept until they are written.
-        blob: blob that contains these bytes, pinned until they are written.
+        blob: blob that contains the put's bytes, pinned until they are written.
         size: size of the put in bytes.
         is_needed: whether the put still exists and still needs this copy.
-        batch: batch that writes the put, kept until it is written.
+        batch: batch that writes the put, kept until the put is written.
         replaces: older copy of the put, which is dropped once this copy is written.
     """
 
@@ -92,7 +92,7 @@ class Mirror(Backing[PutObject]):
     """Mirrors an engine's puts to an object store. Instances are confined to the engine's event loop.
 
     Args:
-        writer: writer of the objects.
+        writer: `ObjectWriter` that stores the puts as objects.
         required: number of copies that must exist before a put is complete. If 0, puts are mirrored after they are
             complete.
         url: URL of the object store, for display.
@@ -136,7 +136,7 @@ class Mirror(Backing[PutObject]):
         )
 
     def on_unreachable(self, error: UnavailableError) -> None:
-        """Record that the object store is unreachable. `stat` then reports the outage before the first write."""
+        """Record that the object store is unreachable. `stat` then reports the outage even before the first write."""
         self._writer.on_error(error)
 
     async def run(self) -> None:
@@ -149,7 +149,7 @@ class Mirror(Backing[PutObject]):
                 await self.scrub()
 
     async def flush_all(self, seconds: float) -> int:
-        """Wait up to `seconds` until all puts are mirrored. Return the number of bytes not yet mirrored."""
+        """Wait up to `seconds` for all puts to be mirrored. Return the number of bytes not yet mirrored."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         for batch in list(self._gathered.values()):
@@ -172,7 +172,7 @@ class Mirror(Backing[PutObject]):
         """Wait until a put has the required number of copies. If no copies are required, only start mirroring.
 
         Raises:
-            QuotaExceededError: the put lacked required copies at the deadline.
+            QuotaExceededError: the put did not have the required copies by the deadline.
         """
         copy = self._begin(pending.put_id, pending.require_complete())
         try:
@@ -279,7 +279,7 @@ class Mirror(Backing[PutObject]):
                 copy.replaces = None
 
     def _abandon(self, copy: _Copy) -> None:
-        """Record that a copy is no longer needed. If its batch is being written, the copy is removed afterwards."""
+        """Record that a copy is no longer needed. If its batch is being written, the copy is removed afterward."""
         if not copy.is_needed:
             return
         copy.is_needed = False
@@ -369,7 +369,7 @@ class Mirror(Backing[PutObject]):
             data = await self._read(source)
             heads = unpack_heads(data)
             if isinstance(heads, int):
-                raise DataLossError(f"object {source.number} has {len(data)} bytes, but its records end at {heads}")
+                raise DataLossError(f"object {source.number} has {len(data)} bytes; its records end at byte {heads}")
         except DataLossError as error:
             for each in [each for each in source.put_ids if self._unfetched.get(each) is source]:
                 self._forget_unfetched(each)

@@ -25,7 +25,7 @@ _TOKEN_BYTES: Final = 16
 
 
 class ObjectWriter:
-    """Writes a storage service instance's objects, and lists of them. Each writer is confined to one event loop.
+    """Writes a storage service instance's objects and their lists. Each writer is confined to one event loop.
 
     opened (by `run`) -> a first list is written -> objects and more lists are written -> closed
 
@@ -148,7 +148,7 @@ class ObjectWriter:
                 self.on_error(error)
                 return 0
             if made < self._required:
-                self.on_error(UnavailableError(f"an object got {made} copies; at least {self._required} are required"))
+                self.on_error(UnavailableError(f"an object has {made} copies; at least {self._required} are required"))
                 return made
         if self.is_reachable is False:
             _log.info(LogMessage("the mirror accepts objects again"))

@@ -45,7 +45,7 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
         result: T = end.value
         return result
     coroutine.close()
-    raise RuntimeError("a call to a sync client suspended; expected the call to finish without an event loop")
+    raise RuntimeError("a call on a sync client tried to suspend; expected it to finish without an event loop")
 
 
 async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
@@ -53,7 +53,7 @@ async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any)
 
 
 class Awaitables:
-    """A wrapper that makes the calls of a sync client or module awaitable. Each awaitable is already complete."""
+    """A wrapper that makes the calls of a sync client or module awaitable. Awaiting such a call never suspends."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -73,7 +73,7 @@ class Asking:
             custom samplers.
         polling_mode: whether `get_meta` returns an empty batch if too few samples are ready. If False, `get_meta`
             raises an error instead.
-        wait_seconds: maximum seconds to wait for samples.
+        wait_seconds: maximum time to wait for samples, in seconds.
     """
 
     sampler: BaseSampler
@@ -86,13 +86,13 @@ class Calls:
     """TransferQueue's calls, implemented with a client for the service.
 
     Args:
-        client: an `AsyncClient`, or `Awaitables` of a `Client`.
+        client: an `AsyncClient`, or a `Client` wrapped in `Awaitables`.
         asking: options for `get_meta`.
-        run: function that runs a blocking function and returns its result. Async clients run the blocking function in a
-            thread.
+        run: function that calls a blocking function and returns its result. For async clients, the blocking function
+            runs in a thread.
 
     Attributes:
-        wait_seconds: maximum seconds that `get_meta` waits for samples; initially the value in `asking`.
+        wait_seconds: maximum time that `get_meta` waits for samples, in seconds; initially the value in `asking`.
     """
 
     def __init__(self, client: Any, *, asking: Asking, run: Callable[..., Awaitable[Any]]) -> None:
@@ -150,7 +150,7 @@ class Calls:
         """Wait until a custom sampler chooses samples. Return the batch, or an empty batch after a timeout."""
         sample = self._asking.sample
         if sample is None:
-            raise RuntimeError("this process cannot call a custom sampler; set num_workers of the loader to 0")
+            raise RuntimeError("this process cannot call a custom sampler; set the loader's num_workers to 0")
         batch: BatchMeta
         waited = time.monotonic() + self.wait_seconds
         while not (batch := await self._run(sample, **wanted)) and time.monotonic() < waited:
@@ -194,13 +194,14 @@ class Calls:
         partition_id: str | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> BatchMeta:
-        """Put fields and custom_meta of existing samples, or create samples with the given fields.
+        """Write fields and custom_meta to existing samples, or create samples with the given fields.
 
         Args:
             data: the fields, with one row per sample.
             metadata: batch of existing samples. The call also adds the fields to this batch.
             partition_id: partition for new samples, if `metadata` is None.
-            data_parser: function called in this process before the put, which modifies a dict of the columns in place.
+            data_parser: function that modifies a dict of the columns in place. The function runs in this process before
+                the put.
 
         Raises:
             ValueError: neither `metadata` nor `partition_id` is passed.
@@ -209,7 +210,7 @@ class Calls:
         if metadata is None:
             if partition_id is None:
                 raise ValueError(
-                    "got neither metadata nor partition_id; pass existing samples, or the partition for new samples"
+                    "got neither metadata nor partition_id; pass metadata of existing samples or a partition_id"
                 )
             return of_samples(await self._put(partition_id, data, return_meta="all"))
         if not metadata:
@@ -257,7 +258,7 @@ class Calls:
     async def get_consumption_status(
         self, task_name: str, partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the sample indexes of a partition, and for each sample 1 if the task has consumed it, otherwise 0.
+        """Return a partition's sample indexes and, for each sample, 1 if the task has consumed it and 0 otherwise.
 
         Both tensors have shape `(n,)`. Both results are None if the partition does not exist.
         """
@@ -270,7 +271,7 @@ class Calls:
     async def get_production_status(
         self, data_fields: Sequence[str], partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the sample indexes `(n,)`, and a tensor `(n, f)` with 1 if the sample has the field, otherwise 0.
+        """Return the sample indexes `(n,)`, and a tensor `(n, f)` that is 1 where a sample has a field and 0 elsewhere.
 
         Both results are None if `data_fields` is empty or a field does not exist.
         """
@@ -344,7 +345,7 @@ class Calls:
         tag: Row | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> KVBatchMeta:
-        """Put the fields of one sample, passed as a TensorDict with one row or as a dict of values, and merge its tag.
+        """Write one sample's fields, passed as a one-row TensorDict or a dict of values, and merge its tag.
 
         Raises:
             ValueError: neither `fields` nor `tag` is passed, or `fields` has several rows.
@@ -373,7 +374,7 @@ class Calls:
         tags: Sequence[Row] | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> KVBatchMeta:
-        """Put fields of samples identified by key, and merge their tags. Samples are created for unknown keys.
+        """Write fields to samples identified by key, and merge their tags. Samples are created for unknown keys.
 
         Returns:
             References to the samples, with their tags and common fields after the put.
@@ -405,12 +406,12 @@ class Calls:
     async def kv_batch_get(
         self, keys: Sequence[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
     ) -> TensorDict:
-        """Return fields of samples by key. By default, return their common fields.
+        """Look up samples by key and return their fields. By default, return the fields that all of the samples have.
 
         Unknown keys are omitted.
 
         Raises:
-            ValueError: none of the keys exists, or the samples lack a common field.
+            ValueError: none of the keys exists, or the samples have no field in common.
         """
         names = _listed("keys", keys, str)
         if select_fields is not None and not select_fields:
@@ -427,7 +428,7 @@ class Calls:
         except tq.errors.PartitionNotFoundError as error:
             raise ValueError(f"could not find the keys or the partition: {error}") from error
         if not data.batch_size[0]:
-            raise ValueError(f"could not find the keys: partition {partition_id!r} has none of the given keys")
+            raise ValueError(f"could not find the keys: no sample of partition {partition_id!r} has any of them")
         if data.is_empty():
             if not of_samples(await self._lookup(partition_id, keys=names)).field_names:
                 raise ValueError(f"the samples of partition {partition_id!r} have no field in common")
@@ -437,7 +438,7 @@ class Calls:
     async def kv_batch_get_by_meta(
         self, meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None
     ) -> TensorDict:
-        """Return fields of the samples in `meta`. Without `select_fields`, return the fields of `meta`.
+        """Return the selected fields of the samples in `meta`. By default, return all fields listed in `meta`.
 
         Raises:
             ValueError: the partition of `meta` is not set, or a selected field is not in `meta`.
@@ -551,7 +552,7 @@ def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
 
     Args:
         rows: one value per sample.
-        ragged_dimension: ragged dimension to use if the rows differ only in this dimension. The value 1 means the first
+        ragged_dimension: dimension to make ragged if the rows differ only in this dimension. Dimension 1 is the first
             dimension of a row.
     """
     if isinstance(rows, torch.Tensor):
@@ -660,7 +661,7 @@ class TransferQueueClient:
         return partial(TransferQueueClient, **{**self._options, "asking": asking})
 
     def wait_at_most(self, seconds: float) -> None:
-        """Set the maximum seconds that later `get_meta` calls wait for samples."""
+        """Set the maximum time, in seconds, for which later `get_meta` calls wait for samples."""
         self.sync_calls.wait_seconds = self.async_calls.wait_seconds = seconds
 
     def close(self) -> None:

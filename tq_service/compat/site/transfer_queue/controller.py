@@ -1,4 +1,4 @@
-"""State shared by the processes of a run: the sampler, and the service, which may have been started for the run."""
+"""State shared by the processes of a run: the sampler and the service, which the run may have started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transfer_queue.sampler import BaseSampler, Config, Indexes, Sampled, claim_
 from transfer_queue.storage import StorageKeyNotFoundError
 
 OWN_CHECKPOINT_DIR: Final = "/"
-"""The `checkpoint_dir` of a service started for a run, which allows the run to write checkpoints to any directory."""
+"""The `checkpoint_dir` of a service started for a run. The root directory lets the run write checkpoints anywhere."""
 
 
 def setting(conf: Any, *names: str, default: Any = None) -> Any:
@@ -72,7 +72,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class KnownPartition:
-    """A partition in the form passed to custom samplers: the name and the custom_meta of the samples."""
+    """A partition as custom samplers see it: its name and the custom_meta of its samples."""
 
     partition_id: str
     tags: Mapping[int, Mapping[str, Any]]
@@ -84,7 +84,7 @@ class KnownPartition:
 
 @dataclass(slots=True)
 class _Remembered:
-    """A partition that a sampler has used. `last_given` is the highest index chosen by the sampler."""
+    """State of a partition that a sampler has used. `last_given` is the highest index that the sampler has chosen."""
 
     incarnation: bytes
     last_given: int = -1
@@ -130,7 +130,7 @@ class TransferQueueController:
         return replace(run, address=process.address, token=token, is_service_owned=True)
 
     def run(self) -> Run:
-        """Return the run for use by the run's other processes."""
+        """Return the run, so that other processes can join it."""
         return self._run
 
     def get_config(self) -> Any:
@@ -147,7 +147,7 @@ class TransferQueueController:
         Args:
             batch_size: number of samples in the batch.
             config: the `sampling_config` of the call.
-            **claim: `partition_id`, `task_name` and `data_fields`.
+            **claim: the arguments `partition_id`, `task_name` and `data_fields` of the claim.
 
         Returns:
             The batch, which is empty if the sampler chooses no samples or another consumer claims the chosen samples

@@ -86,7 +86,7 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
 
 
 def get_metrics_endpoint() -> str | None:
-    """Return the run's `metrics.endpoint`, "host:port", or None if the endpoint is not set or no run exists."""
+    """Return the run's `metrics.endpoint` as "host:port", or None if the endpoint is not set or no run exists."""
     try:
         conf = current().run.conf
     except RuntimeError:

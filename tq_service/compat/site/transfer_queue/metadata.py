@@ -63,7 +63,7 @@ class _Batch(ABC):
         Batch sizes differ by at most one, and larger batches come first.
         """
         if self.size < chunks:
-            _log.warning("split %d samples into %d parts; some are empty", self.size, chunks)
+            _log.warning("split %d samples into %d parts; some parts are empty", self.size, chunks)
         return [self._of(part.tolist()) for part in np.array_split(np.arange(self.size), chunks)]
 
 
@@ -75,7 +75,7 @@ class BatchMeta(_Batch):
         partition_ids: the partition of each sample.
         field_schema: `dtype`, row `shape` (-1 for dimensions that differ between rows), `is_nested` and `is_non_tensor`
             of each field.
-        production_status: int8 array of shape `(n,)`, which contains 1 if the sample has all fields, otherwise 0.
+        production_status: int8 array of shape `(n,)` that is 1 for each sample with all fields and 0 for the others.
         extra_info: additional values for the batch.
         custom_meta: one mapping per sample.
     """
@@ -148,19 +148,19 @@ class BatchMeta(_Batch):
         return self.field_schema[field_name]
 
     def get_extra_info(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key of `extra_info`, or the default if the key does not exist."""
+        """Return the value of a key in `extra_info`, or the default if the key does not exist."""
         return self.extra_info.get(key, default)
 
     def set_extra_info(self, key: str, value: Any) -> None:
-        """Set the value of a key of `extra_info`."""
+        """Set the value of a key in `extra_info`."""
         self.extra_info[key] = value
 
     def update_extra_info(self, info_dict: Mapping[str, Any]) -> None:
-        """Set the values of several keys of `extra_info`."""
+        """Set the values of several keys in `extra_info`."""
         self.extra_info.update(info_dict)
 
     def remove_extra_info(self, key: str) -> Any:
-        """Remove a key from `extra_info`, and return the key's value, or None if the key does not exist."""
+        """Remove a key from `extra_info` and return its value, or None if the key does not exist."""
         return self.extra_info.pop(key, None)
 
     def has_extra_info(self, key: str) -> bool:
@@ -253,11 +253,11 @@ class BatchMeta(_Batch):
         raise TypeError(f"the index is a {type(item).__name__}; expected an integer or a slice")
 
     def chunk_by_partition(self) -> list[BatchMeta]:
-        """Split the batch by partition. The new batches are ordered by the first appearance of each partition."""
+        """Split the batch by partition. Batches are in order of each partition's first sample."""
         return [self._of(positions) for positions in positions_of(self.partition_ids).values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
-        """Merge the fields of two batches with the same samples. `other` takes precedence for common fields.
+        """Merge the fields of two batches with the same samples. `other` takes precedence for fields in both.
 
         Raises:
             ValueError: `other` has different samples.
@@ -372,14 +372,14 @@ class KVBatchMeta(_Batch):
         self._reorder(indexes)
 
     def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
-        """Return the samples with the given keys, in the given order.
+        """Return the samples with the given keys, in the order of the keys.
 
         Raises:
             ValueError: a key is selected twice.
             RuntimeError: a key is not in the batch.
         """
         if unknown := set(keys_to_select) - set(self.keys):
-            raise RuntimeError(f"the batch lacks samples with the keys {sorted(unknown)}")
+            raise RuntimeError(f"the batch contains no samples with the keys {sorted(unknown)}")
         position_of = {key: position for position, key in enumerate(self.keys)}
         return self._of([position_of[key] for key in keys_to_select])
 
@@ -423,12 +423,12 @@ def _schema_of_column(column: Any) -> dict[str, Any]:
 
 
 def schema_of(dtype: Any, shape: Any, *, is_nested: bool = False, is_non_tensor: bool = False) -> dict[str, Any]:
-    """Return the schema of a field."""
+    """Return a field's schema as a dict."""
     return {"dtype": dtype, "shape": shape, "is_nested": is_nested, "is_non_tensor": is_non_tensor}
 
 
 def _common_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the common shape, with -1 for each dimension whose size varies."""
+    """Return the shape that the given shapes share, with -1 for each dimension whose size varies."""
     return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
 
 
@@ -460,7 +460,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _copied(rows: Sequence[Any]) -> list[Any]:
-    """Return deep copies of tags, with a fast path for dicts with immutable values, the most common case."""
+    """Return deep copies of tags, with a fast path for the most common case: dicts with immutable values."""
     return [
         {name: value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value) for name, value in row.items()}
         if type(row) is dict
@@ -470,7 +470,7 @@ def _copied(rows: Sequence[Any]) -> list[Any]:
 
 
 def positions_of(names: Sequence[str]) -> dict[str, list[int]]:
-    """Return the positions of each name. Names are ordered by first occurrence."""
+    """Return the positions at which each name occurs. Names are ordered by first occurrence."""
     positions: dict[str, list[int]] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, []).append(position)

@@ -33,9 +33,9 @@ class Session:
     Attributes:
         run: state shared by all processes of the run.
         client: client for the service.
-        controller: controller of the run: a `TransferQueueController`, or a Ray handle to one.
+        controller: a `TransferQueueController`, or a Ray handle to one.
         call: function that calls a method of the controller by name, with the given arguments.
-        ray: the `ray` module if the controller is an actor, otherwise None.
+        ray: the `ray` module if the controller is a Ray actor, otherwise None.
         is_owner: whether this process started the run.
     """
 
@@ -189,7 +189,7 @@ def _run_of(conf: Any, *, in_cluster: bool) -> Run:
 
 
 def _with_defaults(conf: Any) -> Any:
-    """Add defaults from config.yaml to the configuration. If OmegaConf is not installed, return an unchanged copy."""
+    """Return the configuration with defaults from config.yaml, or an unchanged copy if OmegaConf is not installed."""
     try:
         from omegaconf import OmegaConf  # noqa: PLC0415  (programs without it pass dicts)
     except ImportError:
@@ -199,7 +199,7 @@ def _with_defaults(conf: Any) -> Any:
 
 
 def _sampler_of(given: Any) -> BaseSampler:
-    """Return the sampler specified as a name, a class or an instance.
+    """Return the sampler that `given` specifies by name, class or instance.
 
     Raises:
         ValueError: `given` is not a sampler.

@@ -25,14 +25,16 @@ _FIRST_PAUSE_SECONDS: Final = 0.01
 TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL: Final = float(
     os.environ.get("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", "1")
 )
-"""Maximum seconds between two checks for a batch. The next check is earlier if samples become ready."""
+"""Maximum seconds between two checks for a batch. If samples become ready earlier, the next check follows at once."""
 
 
 class StreamingDataset(data.StreamingDataset[Any]):
-    """A dataset that yields the micro-batches of one rank and its replicas in the current run.
+    """A dataset that yields the micro-batches of one rank in the current run.
+
+    All replicas of the rank get the same micro-batches.
 
     Args:
-        config: ignored, because the configuration of the run applies.
+        config: ignored, because the run's own configuration is used.
         batch_size: number of samples per batch.
         micro_batch_size: number of samples per micro-batch.
         data_fields: fields to fetch. A sample is ready once it has all of these fields.
@@ -47,7 +49,7 @@ class StreamingDataset(data.StreamingDataset[Any]):
 
     Attributes:
         config, batch_size, micro_batch_size, data_fields, task_name, dp_rank, should_check_consumption_status,
-            fetch_batch_fn, process_batch_fn: values of the constructor arguments with these names.
+            fetch_batch_fn, process_batch_fn: values of the constructor arguments of the same names.
         sampling_config: the `sampling_config` passed to `fetch_batch_fn`.
 
     Raises:
@@ -104,7 +106,7 @@ class StreamingDataset(data.StreamingDataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """A function that the loader calls to fetch a batch, based on the user's fetch function or the default."""
+    """A wrapper that the loader calls to fetch a batch with the user's fetch function or the default."""
 
     fetch_batch_fn: Callable[..., Any]
     sampling_config: Mapping[str, Any]
@@ -113,8 +115,8 @@ class FetchBatch:
         """Return a batch and its meta. The batch is None if the data has ended or no batch is ready yet.
 
         A finite pass checks for a batch immediately, and then after pauses that double each time. Frequent checks are
-        necessary because other ranks may claim the last samples at any time. A late replica still receives its last
-        batch.
+        necessary because other ranks may claim the last samples at any time. A replica that asks late still receives
+        its last batch.
         """
         pause, pauses_until = 0.0, time.monotonic() + TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL
         if not finite:

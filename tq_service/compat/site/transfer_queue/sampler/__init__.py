@@ -24,27 +24,27 @@ _log = logging.getLogger(__name__)
 class BaseSampler(ABC):
     """Base class of samplers. A sampler chooses the samples to return as a batch, and the samples to consume.
 
-    Until a partition is cleared, `_states` stores the choices by partition, task, rank and batch, so that a rank can
-    repeat a request.
+    `_states` stores the sampler's choices by partition, task, rank and batch until the partition is cleared, so that a
+    rank can repeat a request.
     """
 
     claim: ClassVar[Callable[[Any, int, Config], dict[str, Any]] | None] = None
-    """Method that returns arguments for the client's `get_meta`. None if the service does not provide the sampler."""
+    """Method that returns arguments for the client's `get_meta`. None if the service does not implement the sampler."""
 
     def __init__(self) -> None:
         self._states: dict[str, dict[str, dict[Any, dict[Any, Any]]]] = {}
 
     @abstractmethod
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Return the samples of a batch and the samples to consume, or two empty lists if too few samples are ready.
+        """Return the samples for a batch and the samples to consume, or two empty lists if too few samples are ready.
 
         Args:
             ready_indexes: indexes of samples that have all requested fields and that the task has not consumed.
             batch_size: number of samples in the batch.
             *args: unused.
-            **kwargs: `partition`, an object with `partition_id` and `get_custom_meta(indexes)`, which returns a dict
-                with the custom_meta of samples. The arguments `task_name`, `partition_id`, `dp_rank` and `batch_index`
-                are also passed if the `sampling_config` of the call contains them.
+            **kwargs: `partition`, an object with `partition_id` and `get_custom_meta(indexes)`, which returns a dict of
+                custom_meta by sample index. `task_name`, `partition_id`, `dp_rank` and `batch_index` are also passed if
+                they are in the call's `sampling_config`.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sampled:
@@ -86,14 +86,14 @@ class BaseSampler(ABC):
 
 
 class SequentialSampler(BaseSampler):
-    """A sampler that chooses ready samples in the order received."""
+    """A sampler that chooses ready samples in the order in which it receives them."""
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
         """Return the `get_meta` arguments that claim the next samples."""
         return {"batch_size": batch_size}
 
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Return up to `batch_size` ready samples, in the given order."""
+        """Return up to `batch_size` ready samples, in the order of `ready_indexes`."""
         return ready_indexes[:batch_size], ready_indexes[:batch_size]
 
 
@@ -184,7 +184,9 @@ class GRPOGroupNSampler(BaseSampler):
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """A sampler that chooses complete groups for all ranks at once and balances their token counts (`total_lengths`).
+    """A sampler that chooses complete groups for all ranks at once and gives the ranks similar token counts.
+
+    Token counts are the `total_lengths` values in the custom_meta of the samples.
 
     Args:
         n_samples_per_prompt: number of samples per group.
@@ -228,8 +230,8 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
             return []
         if partition is None:
             _log.warning(
-                "SeqlenBalancedSampler received no partition, so it assigned equal numbers of samples to the ranks in "
-                "order"
+                "SeqlenBalancedSampler received no partition, so it could not balance token counts; each rank gets the "
+                "same number of samples"
             )
             return [taken[at : at + batch_size] for at in range(0, len(taken), batch_size)]
         groups = [taken[at : at + self.n_samples_per_prompt] for at in range(0, len(taken), self.n_samples_per_prompt)]
@@ -240,7 +242,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
 
 
 def service_samples(sampler: BaseSampler) -> bool:
-    """Return whether the service implements the sampler, which is the case for the four built-in samplers."""
+    """Return whether the service implements the sampler. The service implements only the four built-in samplers."""
     return type(sampler) in (SequentialSampler, RankAwareSampler, GRPOGroupNSampler, SeqlenBalancedSampler)
 
 

@@ -1,4 +1,4 @@
-"""Names that programs import from TransferQueue's storage package: an error, and a placeholder for the storage unit."""
+"""Names that programs import from TransferQueue's storage package: an error and a placeholder for the storage unit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 
 class StorageKeyNotFoundError(KeyError):
-    """Raised if a sample was cleared before its data was read. Programs that clear concurrently catch this error."""
+    """Raised if a sample was cleared before its data was read. Programs that clear while reading catch this error."""
 
 
 class SimpleStorageUnit:
@@ -14,7 +14,7 @@ class SimpleStorageUnit:
 
     @classmethod
     def options(cls, **options: Any) -> type[SimpleStorageUnit]:
-        """Return this class and ignore the options."""
+        """Ignore the options and return this class."""
         return cls
 
     @classmethod

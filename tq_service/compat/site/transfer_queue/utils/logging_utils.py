@@ -10,7 +10,7 @@ _FORMAT: Final = "%(asctime)s - %(levelname)s - %(name)s - %(message)s"
 
 
 def get_logger(name: str | None, default_level: str = "WARNING") -> logging.Logger:
-    """Return a logger whose level is set by TQ_LOGGING_LEVEL, and add a stream handler if no handler is configured."""
+    """Return a logger with the level in TQ_LOGGING_LEVEL. If no handler is configured, add a stream handler."""
     logger = logging.getLogger(name)
     logger.setLevel(os.environ.get("TQ_LOGGING_LEVEL", default_level))
     if not logger.hasHandlers():
