@@ -153,9 +153,7 @@ class Padding:
         for name, given in (("pad_value", pad_value), ("length", length)):
             others = [each for each in given if each not in fields] if fields and isinstance(given, Mapping) else []
             if others:
-                raise _wrong(
-                    name, f"set for field {others[0]!r}", f"only fields in padded: {', '.join(fields or ())}"
-                )
+                raise _wrong(name, f"set for field {others[0]!r}", f"only fields in padded: {', '.join(fields or ())}")
         return cls(fields=fields, value=pad_value, length=length, side=side, mask=bool(mask), truncate=truncate)  # type: ignore[arg-type]
 
     def length_of(self, name: str) -> int | None:

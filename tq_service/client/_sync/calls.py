@@ -208,7 +208,7 @@ class Calls:
                 sleep(min(backoff.pause(), wait.remaining()))
 
     def unary(self, kind: type[Response], request: Message, deadline: Deadline, address: str = "") -> Response:
-        """Make a unary call, identified by its response type, and retry until the deadline."""
+        """Make the unary call with this response type, and retry until the deadline."""
         return self.retried(lambda: self.unary_once(kind, request, deadline, address), deadline)
 
     def unary_once(
@@ -279,7 +279,7 @@ class Base:
 
     @property
     def namespace(self) -> str:
-        """Prefix before the "/" in the client's full partition names. Empty if the client has no namespace."""
+        """The part of the client's full partition names before the "/". Empty if the client has no namespace."""
         return self._namespace.name
 
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
@@ -294,7 +294,7 @@ class Base:
         Args:
             kind: the response type, which determines the call and its request type.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
-            batch: batch that belongs to the partition of the call. If None, `partition_id` (if passed) is a name in the
+            batch: a batch whose partition the call refers to. If None, `partition_id` (if passed) is a name in the
                 client's namespace.
             **arguments: fields of the request; see `request_of`.
         """

@@ -165,11 +165,11 @@ class ClaimCalls(Base):
     ) -> BatchMeta | list[BatchMeta]:
         """Claim a batch as a trainer rank (with `dp_rank`, `dp_size` and `batch_index`) or as a queue worker.
 
-        If a rank repeats the call, the same batch is returned again. If a queue worker's call is cancelled or times
-        out, the claim is released unless it has a `claim_name`.
+        If a rank repeats the call, the rank receives the same batch again. If a queue worker's call is cancelled or
+        times out, the claim is released unless it has a `claim_name`.
 
         Args:
-            partition_id: the partition. The call waits for the partition if it does not exist yet.
+            partition_id: the partition. If the partition does not exist yet, the call waits until it is created.
             task_name: the task that consumes the samples.
             data_fields: fields that a sample must have before it can be claimed.
             batch_size: number of samples, rollouts or groups per rank.
@@ -195,8 +195,9 @@ class ClaimCalls(Base):
                 partition is not sealed.
             incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
             epoch: expected epoch of the task. Each reset starts a new epoch. If None, any epoch is accepted.
-            lease: for queue workers, the number of seconds before other workers can claim unacknowledged samples, up to
-                one day. See `ack`. If None, samples are consumed when they are delivered.
+            lease: for queue workers, the lease duration in seconds, up to one day. When the lease expires, other
+                workers can claim the samples that have not been acknowledged. See `ack`. If None, samples are consumed
+                when they are delivered.
             max_deliveries: with `lease`, the number of deliveries after which an unacknowledged sample is
                 dead-lettered. A dead-lettered sample is not delivered again in this epoch, and counts as skipped.
                 Unlimited by default.
@@ -208,45 +209,46 @@ class ClaimCalls(Base):
                 setting, or to 1.
             unmatched: handling of samples that do not satisfy `where`. "wait" leaves these samples in the partition.
                 "fail" and "clear" evict them: the samples are marked as failed or cleared for all tasks, even if no
-                batch is returned. Samplers that keep groups together evict entire groups. Held, leased and delivered
-                samples, and groups that contain such a sample, are never evicted.
-            least_members: minimum number of members that a complete group must still have after some members have
-                failed or been cleared. Groups with fewer members are also evicted. Requires `unmatched="fail"` or
-                `"clear"`. By default, there is no minimum.
+                batch is returned. Samplers that keep groups together evict entire groups. Samples that are held, leased
+                or delivered, and groups that contain one of them, are never evicted.
+            least_members: minimum number of members left in a complete group after some members have failed or been
+                cleared. Groups with fewer members are also evicted. Requires `unmatched="fail"` or `"clear"`. By
+                default, there is no minimum.
             refill: `(partition_id, task_name)` of the task that regenerates evicted units, for example the rollout task
-                and its prompt partition. Every eviction makes one sample of this task claimable again: the sample whose
-                key is the name of the evicted group or the key of the evicted sample. `take_evicted` returns the
-                outcome of each refill.
+                and its prompt partition. Each eviction makes one sample claimable again for this task. The key of this
+                sample is the evicted group's name or the evicted sample's key. `take_evicted` returns the outcome of
+                each refill.
             max_refills: maximum number of times that each sample becomes claimable again in one epoch of the
                 regenerating task.
             totals: for ranks, up to 4 numeric custom_meta columns to sum over the batches of all ranks. Every sample in
-                the batch must have a value in these columns. See `BatchMeta.totals`.
-            held: for rollout workers, with `lease`: whether to claim held samples, which are slots lost by other
-                workers, instead of live samples. With `held`, `data_fields` may be empty.
-            admit: for rollout workers, with `lease`: slots to create in another partition, atomically with the claim.
-                The slots are returned in `BatchMeta.admitted`. The call waits until prompts with keys are ready and
-                there is capacity for the slots of `min_batch_size` prompts. Prompts and slots share one lease, so
-                extending either lease extends both. A prompt is acknowledged together with its last slot. Releasing a
-                prompt removes its slots.
+                the batch must have a value in each of these columns. See `BatchMeta.totals`.
+            held: for rollout workers, with `lease`, whether to claim held samples (slots lost by other workers) instead
+                of live samples. With `held`, `data_fields` may be empty.
+            admit: for rollout workers, with `lease`, the slots to create in another partition atomically with the
+                claim. The slots are returned in `BatchMeta.admitted`. The call waits until prompts with keys are ready
+                and there is capacity for the slots of `min_batch_size` prompts. Prompts and slots share one lease, so
+                extending the lease of either also extends it for the other. A prompt is acknowledged together with its
+                last slot. Releasing a prompt removes its slots.
             not_before_version: version of `policy` that must be published before the batch is planned. The call waits
-                for this version in the same way as for samples. If None, the call does not wait for a version.
+                for this version as it waits for samples. If None, the call does not wait for a version.
             policy: name of the policy for `not_before_version`, within the client's namespace.
             max_wait: maximum seconds to wait for a batch. After this time, the status is "not_yet".
             explain: whether a result with the status "not_yet" includes the reason (`BatchMeta.reason` and
                 `waiting_for`). To determine the reason, the service scans all samples of the partition. If None, the
                 reason is included only after a wait of 10 s or more.
-            on_wait: function called with the reason after 10 s of waiting and every minute after that, unless `explain`
-                is False. An exception raised by the function ends the call. By default, a warning is logged.
+            on_wait: function to call with the reason for the wait after 10 s and then every minute, unless `explain` is
+                False. An exception raised by the function ends the call. By default, a warning is logged.
             timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Returns:
-            The batch. Check the `status` of the batch first: "batch", "not_yet" or "end". With `batch_count`, the
+            The batch. Check the batch's `status` before using the batch: "batch", "not_yet" or "end". With
+            `batch_count`, the
             result is a list of one or more batches in order. The last batch may have the status "end". If no batch is
             ready, the list contains a single batch with the status "not_yet".
 
         Raises:
-            InvalidArgumentError, MissingLengthError: an argument is invalid, or a sample lacks the length that the
-                sampler needs.
+            InvalidArgumentError, MissingLengthError: an argument is invalid, or a sample does not have the length that
+                the sampler needs.
             PreconditionError: ranks, or calls with the same `claim_name`, passed different arguments; or the partition
                 was cleared, or the incarnation or epoch is stale.
             LeaseExpiredError: the call is a retry or repeats a `claim_name`, and the lease granted to the first call
@@ -258,7 +260,7 @@ class ClaimCalls(Base):
                 prompt already exists. After any of these errors, no prompt is claimed.
             BatchForgottenError: the batch is too old. If batches do not consume their samples, the service stores only
                 the latest batches.
-            TaskNotFoundError: the task is not in the list of tasks with which the partition was created.
+            TaskNotFoundError: the partition was created with a list of tasks that omits this task.
             SamplerError: the sampler failed.
             SamplerTimeoutError: the sampler did not return in time.
         """
@@ -331,7 +333,7 @@ class ClaimCalls(Base):
         return [meta, *more]
 
     get_meta = claim
-    """Alias of `claim` under TransferQueue's name."""
+    """Alias of `claim`, with the name that TransferQueue uses."""
 
     def _poll(
         self,
@@ -343,7 +345,7 @@ class ClaimCalls(Base):
     ) -> pb.GetMetaResponse:
         """Repeat the call until a batch is available or `max_wait` has passed, and return the response.
 
-        The server may limit the wait of each call, so several calls may be needed.
+        The server may limit how long each call waits, so several calls may be needed.
         """
         wait, reports = Deadline.after(wait_seconds), WaitReports()
         tell = on_wait or warn_of_wait
@@ -407,10 +409,11 @@ class ClaimCalls(Base):
     ) -> BatchMeta:
         """Create slots for samples to be generated. A slot is a held sample without data that is leased to this worker.
 
-        Slots count towards the admission limits of their partition. Slots and puts of new samples wait for capacity in
-        order of arrival. To fill the slots, call `put(slots, data, ack=True)`, which makes them live. If the work takes
-        a long time, extend the lease. Releasing a slot without data removes the slot. A call that fails or is cancelled
-        may have created slots. These slots are lost when their lease expires.
+        Slots count towards the admission limits of their partition. Requests for slots and puts of new samples wait for
+        capacity in order of arrival. To fill the slots, call `put(slots, data, ack=True)`, which makes them live. If
+        generation takes longer than the lease, extend the lease before it expires. Releasing a slot without data
+        removes the slot. A call that fails or is cancelled may have created slots. These slots are lost when their
+        lease expires.
 
         Args:
             partition_id: the partition, which must exist.
@@ -427,25 +430,26 @@ class ClaimCalls(Base):
             on_lost: handling of lost slots. "requeue" lets other workers claim the slots with `claim(held=True)` and
                 continue from their data. "fail" marks the slots as failed. "remove" removes the slots.
             policy: the policy whose published version is stored as `start_version` in the custom_meta of the slots.
-                Defaults to the policy of the partition's admission that sets `max_staleness`. If there is no such
-                admission, `start_version` is not set.
+                Defaults to the policy of the partition's `Admission` that sets `max_staleness`. If no `Admission` sets
+                `max_staleness`, `start_version` is not set.
             holding: samples from one of this worker's leased claims, such as the prompt of the slots, or the rollout
                 turn that the slots continue. If the worker has lost its lease on these samples, no slots are created.
-            ack: whether to acknowledge the samples of `holding` atomically with creating the slots. Use this option if,
+            ack: whether to acknowledge the samples of `holding` and create the slots atomically. Use this option if,
                 for example, a prompt is finished once its slots exist.
             max_wait: maximum seconds to wait for capacity. After this time, the status is "not_yet".
             timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Returns:
-            The slots as a leased batch. Check the `status` of the batch first: "batch", "not_yet", or "end" if the
-            partition is sealed.
+            The slots as a leased batch. Check the batch's `status` before using the batch: "batch", "not_yet", or "end"
+            if the partition is sealed.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            TaskNotFoundError: the task is not in the list of tasks with which the partition was created.
+            TaskNotFoundError: the partition was created with a list of tasks that omits this task.
             PolicyNotFoundError: the policy has no published version.
             AlreadyExistsError: a key already exists.
-            LeaseExpiredError, SampleNotFoundError: the samples of `holding` were lost or cleared.
+            LeaseExpiredError, SampleNotFoundError: the lease on the samples in `holding` was lost, or the samples were
+                cleared.
             AdmissionLimitError: the number of slots exceeds the limit on outstanding slots.
             InvalidArgumentError: an argument is invalid.
         """
@@ -501,7 +505,7 @@ class ClaimCalls(Base):
         self._calls.unary_once(pb.ReleaseClaimResponse, request, deadline, is_retried=False)
 
     def ack(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
-        """Acknowledge leased samples. The samples become consumed, and are not redelivered when the lease expires.
+        """Acknowledge leased samples. The samples are then consumed, and are not redelivered when the lease expires.
 
         Put the results first, or use `put(..., ack=True)` to do both atomically. Samples that have already been
         acknowledged, marked as failed or cleared are ignored.
@@ -530,7 +534,7 @@ class ClaimCalls(Base):
         Args:
             metadata: the batch returned by `claim(lease=...)`, or part of that batch. In either case, the lease of the
                 entire claim is extended.
-            lease: new lease duration, in seconds from now. The new lease may be shorter than the remaining one.
+            lease: new lease duration, in seconds from now. The new lease may end before the current one would.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
@@ -600,8 +604,8 @@ class ClaimCalls(Base):
 
         Raises:
             PartitionNotFoundError: the partition does not exist and `missing_ok` is False.
-            TaskNotFoundError: the task has not claimed any samples yet and `missing_ok` is False, or the task is not in
-                the list of tasks with which the partition was created.
+            TaskNotFoundError: the task has not claimed any samples yet and `missing_ok` is False, or the partition was
+                created with a list of tasks that omits this task.
         """
         answer = self._ask(
             pb.CheckConsumptionResponse,
@@ -620,12 +624,13 @@ class ClaimCalls(Base):
         missing_ok: bool = False,
         timeout: float | None = None,
     ) -> ProductionStatus:
-        """Return how many samples of a partition have all of the given fields.
+        """Return how many samples of a partition have all of the fields in `data_fields`.
 
         Args:
             partition_id: the partition.
             data_fields: names of the fields. At least one field is required.
-            missing_ok: whether to treat a missing partition as empty, and to report that no sample has a missing field.
+            missing_ok: whether to treat a missing partition as empty, and a field that does not exist as absent from
+                all samples.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
@@ -700,7 +705,7 @@ class ClaimCalls(Base):
             limit: maximum number of units to return, from 1 to 1,024. If names are very long, fewer units may be
                 returned.
             incarnation: expected incarnation of the partition. An empty value accepts any incarnation. Each incarnation
-                has its own serials.
+                numbers its units separately.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:

@@ -73,8 +73,8 @@ class PartitionCalls(Base):
             admissions: limits on the outstanding work of each task. Puts of new samples wait until they are admitted.
                 If empty, new samples are limited only by capacity.
             tasks: names of the tasks that may consume the partition. Claims of other tasks raise TaskNotFoundError.
-                Until its first claim, each of these tasks counts as having consumed no samples. If empty, any task may
-                consume the partition.
+                Until one of these tasks makes its first claim, it counts as having consumed no samples. If empty, any
+                task may consume the partition.
             samples_per_round: number of samples per round, for a partition that is reused without being sealed.
                 `check_consumption` reports completion when all rounds that have begun are full and consumed.
                 `check_production` reports completion when these rounds are full and produced. If None, completion
@@ -83,8 +83,8 @@ class PartitionCalls(Base):
                 `clear_partition`.
             clear_after: shorthand for `Release("trained", clear_after)`. Samples are cleared once all of these tasks
                 have trained on them or acknowledged them.
-            max_staleness: shorthand for an entry in `admissions` for the only task in `clear_after`. The value is the
-                maximum number of versions of the default policy published between the creation of a sample's slot and
+            max_staleness: shorthand for an entry in `admissions` for the only task in `clear_after`. The value limits
+                how many versions of the default policy can be published between the creation of a sample's slot and
                 training on the sample. Samples must be created with `acquire`; see `Admission`. If None, there is no
                 limit.
             global_batch: with `max_staleness`, the number of units that all ranks of the task together consume per
@@ -153,7 +153,7 @@ class PartitionCalls(Base):
     def clear_partition(
         self, partition_id: str, *, incarnation: bytes = b"", missing_ok: bool = False, timeout: float | None = None
     ) -> int:
-        """Remove a partition and all its contents. Calls waiting on the partition fail. Its name can be reused.
+        """Remove a partition and all its contents. Calls waiting on it fail. The name of the partition can be reused.
 
         Args:
             partition_id: the partition.
@@ -230,7 +230,7 @@ class PartitionCalls(Base):
         return PartitionList(partitions, revision)
 
     def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
-        """Return a description of a partition, with its sample counts by state, fields and tasks.
+        """Return a partition's fields, tasks, and sample counts by state.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -279,7 +279,7 @@ class PartitionCalls(Base):
     def checkpoint(
         self, name: str, *, metadata: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> CheckpointCopy:
-        """Write a consistent copy of all partitions to the controller's disk. The service keeps running.
+        """Write a consistent copy of all partitions to the controller's disk while the service keeps running.
 
         If a checkpoint with this name exists, it is replaced atomically. A client with a namespace copies only the
         partitions in its namespace, and stores them under names without the namespace.
@@ -288,8 +288,8 @@ class PartitionCalls(Base):
             name: a path below the service's `checkpoint_dir`, such as "nightly/2026-11-21", with at most 200
                 characters. Each path component consists of letters, digits and "._=@+-", and begins with a letter or
                 digit.
-            metadata: a mapping of strings to JSON values, such as a trainer's step, of at most 256 KiB. `restore` and
-                `list_checkpoints` return this mapping, with tuples converted to lists.
+            metadata: a mapping of strings to JSON values, at most 256 KiB in total, for example with the trainer's
+                step. `restore` and `list_checkpoints` return this mapping, with tuples converted to lists.
             timeout: seconds until the call fails and the copy is cancelled. Defaults to one hour.
 
         Raises:
@@ -320,7 +320,7 @@ class PartitionCalls(Base):
         ]
 
     def restore(self, name: str, *, replace: bool = False, timeout: float | None = None) -> RestoredCheckpoint:
-        """Restore a checkpoint into an empty service, or replace all partitions of the service with a checkpoint.
+        """Restore a checkpoint into an empty service, or replace all partitions with those in a checkpoint.
 
         The entire checkpoint is read and checked first, and its data is sent to the current storage services. All
         partitions in the checkpoint and their claims then appear atomically, so trainers can continue from the
@@ -331,16 +331,16 @@ class PartitionCalls(Base):
             name: the name that was passed to `checkpoint`.
             replace: whether to replace all existing partitions. The replacement is atomic: after a crash, either the
                 old or the restored state exists. Calls waiting on old partitions fail with PartitionClearedError. Calls
-                with a BatchMeta of an old partition raise StaleIncarnationError, even if the checkpoint also contains
-                that partition. The storage services need capacity for both the old and the restored data.
-            timeout: seconds until the call fails, in which case nothing is restored. Defaults to one hour.
+                that pass a BatchMeta from an old partition raise StaleIncarnationError, even if the checkpoint also
+                contains that partition. The storage services need capacity for both the old and the restored data.
+            timeout: seconds until the call fails. Nothing is restored if it fails. Defaults to one hour.
 
         Raises:
             PreconditionError: partitions exist and `replace` is False, another checkpoint is being written or restored,
                 or the service has no `checkpoint_dir`.
             InvalidArgumentError: the checkpoint does not exist.
             SnapshotDamagedError: the checkpoint is damaged.
-            QuotaExceededError: the storage services lack capacity for the checkpoint's data.
+            QuotaExceededError: the storage services do not have enough capacity for the checkpoint's data.
         """
         answer = self._ask(
             pb.RestoreResponse,
@@ -352,7 +352,7 @@ class PartitionCalls(Base):
         return read_message(RestoredCheckpoint, answer, metadata=decode_json_object(answer.metadata))
 
     def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
-        """Return the sizes and counts reported by a storage service. By default, query the client's address."""
+        """Return the sizes and counts reported by a storage service. The default is the one at the client's address."""
         deadline = self._deadline(timeout)
         target = parse_address(address) if address else ""
         answer = self._calls.unary(StatResponse, StatRequest(), deadline, target)

@@ -140,13 +140,13 @@ class PolicyCalls(Base):
                 index does not change.
             saved: index of the last batch covered by a checkpoint of the trainer. All earlier batches also count as
                 covered, and all covered batches count as trained. If None, the recorded index does not change. If the
-                partition has a matching `Release`, samples that are no longer needed to resume are released.
+                partition has a matching `Release`, samples that are no longer needed to resume are cleared.
             incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
             epoch: expected epoch of the task. If None, any epoch is accepted.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
-            InvalidArgumentError: a batch was never planned, or neither `trained` nor `saved` is given.
+            InvalidArgumentError: a batch was never planned, or both `trained` and `saved` are None.
             PartitionNotFoundError, TaskNotFoundError: the partition or task does not exist.
             StaleIncarnationError: the partition was cleared and created again.
             StaleEpochError: the task was reset.
@@ -177,19 +177,19 @@ class PolicyCalls(Base):
         """Resume a task after its last trained batch, with restarted ranks. The number of ranks may change.
 
         The next epoch of the task begins, and claims of the previous ranks are rejected. Trained batches stay consumed.
-        Batches that were delivered or prefetched but not trained are planned again.
+        Batches that were delivered or prefetched but not trained on are planned again.
         `StreamingDataLoader.load_state_dict` makes this call if the `dp_size` of the saved state differs.
 
         Args:
             partition_id: the partition.
             task_name: the task that the ranks run.
             dp_size: number of restarted ranks.
-            trained: index of the last trained batch. All earlier batches also count as trained. Pass -1 if no batch was
-                trained. Defaults to the index recorded by `advance`.
+            trained: index of the last trained batch. All earlier batches also count as trained. Pass -1 if the ranks
+                have not trained on any batch. Defaults to the index recorded by `advance`.
             incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
-            epoch: epoch of the previous ranks. If set, every new rank may make this call. Until the new ranks have
-                trained their first batch, only the first of these calls restarts the task. If None, every call restarts
-                the task.
+            epoch: epoch of the previous ranks. If set, any new rank can make this call. Until the new ranks have
+                trained on their first batch, only the first of these calls restarts the task. If None, every call
+                restarts the task.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
@@ -197,7 +197,7 @@ class PolicyCalls(Base):
             PartitionNotFoundError, TaskNotFoundError: the partition or task does not exist.
             StaleIncarnationError: the partition was cleared and created again.
             StaleEpochError: the task has not reached `epoch`.
-            SamplesClearedError: samples in batches after `trained` have been released.
+            SamplesClearedError: samples in batches after `trained` have been cleared.
         """
         answer = self._ask(
             pb.RestartRanksResponse,

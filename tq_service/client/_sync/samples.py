@@ -84,7 +84,7 @@ _MOST_LOSSES: Final = 3
 
 
 def _measured(began_at: float, size_bytes: int) -> None:
-    """Report to the probes the duration and size of a put that contains columns."""
+    """Report the duration and size of a put with columns to the probes."""
     if (collected := collected_here.get()) is not None:
         collected.note(Stage.PUT, began_at, size_bytes=size_bytes, is_call=True)
     for probe in probes:
@@ -133,8 +133,8 @@ class SampleCalls(Base):
                 lists of numbers, or of tensors with at least one dimension, is jagged if the row shapes differ, and
                 dense otherwise. A list of strings, bytes, None, JSON-like values or dicts that contain tensors is a
                 column of objects. A field of objects accepts any list. Object arrays, `NonTensorStack` and
-                `NonTensorData` are always objects. `NonTensorData` is a single value shared by all rows, as in
-                tensordict's `tolist()`. If None, only metadata or state is written.
+                `NonTensorData` are always stored as objects. `NonTensorData` is a single value shared by all rows, as
+                in tensordict's `tolist()`. If None, only metadata or state is written.
             keys: `n` unique keys, as a list or an array of strings. A call accepts at most 16,384 keys.
             key_mode: "upsert" (default) updates the sample with each key, or creates a sample if the key is new. "new"
                 requires that no sample has any of the keys. "existing" requires that every key belongs to a sample.
@@ -163,14 +163,14 @@ class SampleCalls(Base):
                 spent waiting for capacity.
 
         Returns:
-            The samples with the given fields, keys, groups, rollouts and custom_meta. With `return_meta="all"`, the
-            batch has the form returned by `lookup_samples`: `fields` contains every field that at least one sample has,
-            and `produced` shows which samples have each field. Pass the batch to `get_data` to read the data.
+            The metadata of the samples, with the fields, keys, groups, rollouts and custom_meta of this put. With
+            `return_meta="all"`, the batch is like one returned by `lookup_samples`. `fields` contains every field that
+            at least one sample has, and `produced` shows which samples have each field. Pass the batch to `get_data` to
+            read the data.
 
         Raises:
-            InvalidArgumentError: row counts differ, keys are repeated, or the put is empty. With `ack`, this error is
-                also raised if the samples do not come from a single leased claim or split a group, or if `fenced` is
-                False.
+            InvalidArgumentError: row counts differ, keys are repeated, or the put is empty. With `ack`, also raised if
+                the samples do not come from a single leased claim or split a group, or if `fenced` is False.
             FieldMismatchError: a field has a different dtype or number of dimensions, or its declared layout does not
                 allow these rows.
             UnsupportedObjectError: a Python object could only be stored by pickling, which is not supported. Nothing
@@ -275,8 +275,8 @@ class SampleCalls(Base):
             existing: whether to require that all groups already have samples. A put with `existing` may use the
                 capacity reserved for columns of existing samples, so a full service can still be drained.
             timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
-                spent waiting for capacity in the storage services. The put does not wait for the limits of the
-                partition. However, the bytes of the put count towards these limits and may delay new samples.
+                spent waiting for capacity in the storage services. The put does not wait because of the partition's
+                limits. However, its bytes count towards these limits and may delay puts of new samples.
 
         Raises:
             InvalidArgumentError: a field is not declared with group scope, or a group name is repeated or empty.
@@ -326,14 +326,14 @@ class SampleCalls(Base):
             metadata: samples from one leased claim.
             data: the values to append to each of the `n` samples, in the forms accepted by `put`, except objects and
                 scalars.
-            at: `n` values: the current length of each sample's fields in the first dimension. The length is 0 if the
+            at: the current length of each sample's fields in the first dimension, as `n` values. The length is 0 if the
                 sample does not have the field. All fields of `data` must have this length. Append fields with different
                 lengths in separate calls.
             timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
                 spent waiting for capacity.
 
         Returns:
-            The samples with the fields of `data`.
+            The metadata of the samples, with the fields of `data`.
 
         Raises:
             PreconditionError: a sample's field has a different length (reason LENGTH_MISMATCH, with `got` and
@@ -367,16 +367,17 @@ class SampleCalls(Base):
     def truncate(
         self, metadata: BatchMeta, *, to: Iterable[int], data_fields: Iterable[str], timeout: float | None = None
     ) -> None:
-        """Truncate jagged fields of unfinished samples to the given lengths.
+        """Truncate jagged fields of unfinished samples.
 
         A field truncated to length 0 is treated as if it had never been put. The bytes of an append are freed once all
         of its values have been discarded.
 
         Args:
             metadata: held samples from one leased claim; see `append`.
-            to: `n` values: the new length of each sample's fields in the first dimension. All fields in `data_fields`
-                are truncated to this length.
-            data_fields: the fields to truncate. If a sample lacks a field, the field is treated as having length 0.
+            to: the new length of each sample's fields in the first dimension, as `n` values. All fields in
+                `data_fields` are truncated to this length.
+            data_fields: the fields to truncate. If a sample does not have a field, the field is treated as having
+                length 0.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
@@ -463,7 +464,7 @@ class SampleCalls(Base):
         lines.end(batch, answered)
 
     def _keep_apart(self, full_partition_id: str, seconds: float) -> None:
-        """Send puts to a partition separately for the given number of seconds."""
+        """For the next `seconds` seconds, send each put to a partition separately."""
         now = time.monotonic()
         for name, until in list(self._apart.items()):
             if until < now:
@@ -471,7 +472,7 @@ class SampleCalls(Base):
         self._apart[full_partition_id] = now + seconds
 
     def _lines(self) -> Lines:
-        """Return the put lines of this event loop or process, and drop lines whose loop or process no longer exists."""
+        """Return the lines of this event loop or process, and drop those of loops or processes that no longer exist."""
         home = current_home()
         lines = self._lines_of.get(home)
         if lines is None:
@@ -579,12 +580,12 @@ class SampleCalls(Base):
         Fill in the columns, and put all of them together, in the same order, into the same partition. Such a put only
         sends a commit, and the columns become the stored data. Do not write to the columns after the put; allocate new
         columns instead. A put copies the columns if it contains only some of them, changes their order, or uses another
-        partition. If the service does not share memory with this process or stores puts elsewhere (data directory,
-        mirror), the columns are in ordinary memory and are copied by the put. The initial contents of the columns are
+        partition. If the service does not share memory with this process, or stores puts elsewhere (data directory,
+        mirror), the columns use ordinary memory. The put then copies them. The initial contents of the columns are
         undefined. A forked child process must not use the columns.
 
-        The capacity is reserved until the put is cleared. If the columns are not put within the service's
-        `put_ttl_seconds`, the reservation expires, and a later put copies the columns.
+        The allocation occupies capacity until the samples of the put are cleared. If the columns are not put within the
+        service's `put_ttl_seconds`, the reservation expires, and a later put copies the columns.
 
         Args:
             partition_id: the partition into which the columns will be put.
@@ -596,7 +597,7 @@ class SampleCalls(Base):
                 spent waiting for capacity.
 
         Returns:
-            The columns, as the type that `get_data` returns: a TensorDict with batch size `[n]`, or a dict.
+            The columns in the form that `get_data` returns: a TensorDict with batch size `[n]`, or a dict.
 
         Raises:
             InvalidArgumentError: a field contains objects, or its size is unknown.
@@ -745,9 +746,9 @@ class SampleCalls(Base):
             partition_id: the partition.
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
-            groups: names of groups whose members to look up.
-            rollouts: names of rollouts whose samples to look up. If no keys, indexes, groups or rollouts are given, the
-                call looks up all samples in the partition, including held and failed samples.
+            groups: names of the groups whose members are looked up.
+            rollouts: names of the rollouts whose samples are looked up. If no keys, indexes, groups or rollouts are
+                passed, the call looks up all samples in the partition, including held and failed samples.
             where: conditions `(column, operator, value)` on custom_meta, as in `claim`. Only samples that satisfy all
                 conditions are returned.
             task_name: a task. If set, the result's `consumed`, `leased` and `dead_lettered` attributes show the state
@@ -769,12 +770,12 @@ class SampleCalls(Base):
 
         Raises:
             PartitionNotFoundError: the partition does not exist and `missing_ok` is False.
-            TaskNotFoundError: the task has not claimed any samples yet and `missing_ok` is False, or the task is not in
-                the list of tasks with which the partition was created.
+            TaskNotFoundError: the task has not claimed any samples yet and `missing_ok` is False, or the partition was
+                created with a list of tasks that omits this task.
             StaleIncarnationError: the partition was cleared between two pages.
             PartitionClearedError: the partition was cleared while the call waited.
-            InvalidArgumentError: samples are specified in two ways, `max_wait` is set for more than 16,384 names, or a
-                condition does not match the type of its column.
+            InvalidArgumentError: samples are selected in two ways, `max_wait` is set with more than 16,384 names, or a
+                condition does not match its column's type.
         """
         wait = seconds("max_wait", max_wait)
         deadline = self._deadline(timeout, wait)
@@ -818,7 +819,7 @@ class SampleCalls(Base):
     ) -> pb.LookupSamplesResponse:
         """Repeat the call until enough samples exist or `max_wait` has passed, and return the first page.
 
-        The server may limit the wait of each call, so several calls may be needed.
+        The server may limit how long each call waits, so several calls may be needed.
         """
 
         def attempt(max_wait: float) -> pb.LookupSamplesResponse:
@@ -869,12 +870,12 @@ class SampleCalls(Base):
             target: the metadata of the samples. To select samples with the arguments below, pass the partition instead.
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
-            groups: names of groups whose members to remove.
-            rollouts: names of rollouts whose samples to remove. Can be combined with `groups`.
-            skipped_by: a task. The call removes all samples that the task will never receive (its `skipped_count`):
-                samples that failed before the task claimed them, and the task's dead-lettered samples. If the task
-                needs complete groups, the remaining members of groups that lost a member are also removed. Other tasks
-                may still need these samples.
+            groups: names of the groups whose members are removed.
+            rollouts: names of the rollouts whose samples are removed. Can be combined with `groups`.
+            skipped_by: a task. The call removes all samples that the task will never receive (its `skipped_count`).
+                These are samples that failed before the task claimed them, and the task's dead-lettered samples. If the
+                task needs complete groups, the remaining members of groups that lost a member are also removed. Other
+                tasks may still need these samples.
             where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
                 removed. Without any other selection, the conditions apply to all samples in the partition.
             task_name: a task. If set, the call affects only samples that this task can still receive and that are not
@@ -935,18 +936,17 @@ class SampleCalls(Base):
 
         The samples keep their keys, groups, rollouts, custom_meta and consumption. A cleared value is treated as if it
         had never been put. `get_data` raises `CellNotFoundError`, and tasks that need the field wait for a new value. A
-        new value can be put even if the field is `write_once`. Clear a field only when no task needs to read the field
-        again.
+        new value can be put even if the field is `write_once`. Clear a field only when no task will read it again.
 
         Args:
             target: the metadata of the samples. To select samples as in `clear_samples`, pass the partition instead.
             data_fields: the fields to clear. At least one field is required.
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
-            groups: names of groups in whose samples to clear the fields. Fields with group scope, whose values are
-                shared by all samples of a group, can be cleared only with this argument, and without `where` and
+            groups: names of the groups; the fields of all their samples are cleared. Fields with group scope, whose
+                values are shared by all samples of a group, can be cleared only by group, without `where` or
                 `task_name`.
-            rollouts: names of rollouts in whose samples to clear the fields. Can be combined with `groups`.
+            rollouts: names of the rollouts; the fields of all their samples are cleared. Can be combined with `groups`.
             skipped_by: a task. The call clears the fields of all samples that the task will never receive.
             where: conditions on custom_meta. Only the fields of samples that satisfy all conditions are cleared.
             task_name: a task. If set, the call affects only samples that this task can still receive and that are not
@@ -1002,7 +1002,7 @@ class SampleCalls(Base):
         fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Irreversibly mark samples as failed. All tasks treat failed samples as done, and the bytes are freed.
+        """Irreversibly mark samples as failed. All tasks treat failed samples as done, and their data is freed.
 
         The samples keep their keys, groups, rollouts and custom_meta. Rollouts with a failed sample are closed. Samples
         that do not exist or have already failed are ignored.
@@ -1011,8 +1011,8 @@ class SampleCalls(Base):
             target: the metadata of the samples. To select samples with the arguments below, pass the partition instead.
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
-            groups: names of groups whose members to mark.
-            rollouts: names of rollouts whose samples to mark. Can be combined with `groups`.
+            groups: names of the groups whose members are marked as failed.
+            rollouts: names of the rollouts whose samples are marked as failed. Can be combined with `groups`.
             where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
                 marked as failed. Without any other selection, the conditions apply to all samples in the partition.
             task_name: a task. If set, the call affects only samples that this task can still receive and that are not

@@ -59,7 +59,7 @@ class WorkItem:
         self._is_done = self._is_done or ack
 
     def release(self) -> None:
-        """Release the samples, which other workers can then claim immediately. The delivery does not count."""
+        """Release the samples to other workers. This delivery does not count towards `max_deliveries`."""
         self._is_done = True
         self._client.release(self.meta)
 
@@ -182,8 +182,8 @@ class WorkCalls(ClaimCalls, FetchCalls, SampleCalls):
             task_name: the task that consumes the samples.
             data_fields: fields that a sample must have before it can be claimed.
             fetch: fields to fetch. Defaults to `data_fields`.
-            timeout: seconds until the claim or the fetch fails. For the claim, `max_wait` is added. Defaults to the
-                client's `timeout`.
+            timeout: seconds until the claim or the fetch fails. The claim may take up to `max_wait` seconds longer.
+                Defaults to the client's `timeout`.
             **options: arguments of `claim`, such as `batch_size`. `batch_count` is not supported.
 
         Returns:
@@ -220,7 +220,7 @@ class WorkCalls(ClaimCalls, FetchCalls, SampleCalls):
         finite: bool = False,
         timeout: float | None = None,
     ) -> Work:
-        """Return an iterator for a queue worker's loop, which yields samples to process until the partition ends.
+        """Return an iterator that yields samples to a queue worker until the partition is sealed and consumed.
 
             for item in client.work("train", "reward", ["response"]):
                 item.put({"reward": score(item.data["response"])})
@@ -235,7 +235,7 @@ class WorkCalls(ClaimCalls, FetchCalls, SampleCalls):
         iterator in a `with` block.
 
         Args:
-            partition_id: the partition. The iterator waits for the partition if it does not exist yet.
+            partition_id: the partition. If the partition does not exist yet, the iterator waits until it is created.
             task_name: the task that consumes the samples. The samples are distributed among all workers of the task.
             data_fields: fields that a sample must have before it can be claimed.
             batch_size: maximum number of samples, rollouts or groups per item (see `batch_unit`). Ready samples are

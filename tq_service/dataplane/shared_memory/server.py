@@ -265,13 +265,13 @@ class Session:
         boot_id: instance id of the service, which the client must send.
         run_id: id of the service process, which is sent to the client.
         is_own_user: whether the client runs as the same user as the service.
-can_allocate: whether the client may fill a put's region after it has received the response to the put.
+        can_allocate: whether the client may fill a put's region after it has received the response to the put.
         on_close: function called once when the session has ended.
 
     Attributes:
         session_id: random id, which is disclosed only to the client.
         is_proven: whether an authorized call has sent the session's id.
-can_allocate: whether the client may fill a put's region after it has received the response to the put.
+        can_allocate: whether the client may fill a put's region after it has received the response to the put.
         is_own_user: whether the client runs as the same user as the service. Regions must not be offered to other
             users, because clients can write to them.
     """
