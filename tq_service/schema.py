@@ -256,7 +256,7 @@ class Admission:
         max_staleness: maximum number of versions that may be published between the creation of a sample's slot and the
             training on that sample. This setting also sets `most` to `(max_staleness + 1) * global_batch`, and
             `given_back` to "published". All batches are planned within this limit, and samples can only be created with
-            `acquire`. None means unbounded.
+            `acquire` or `claim(admit=)`. None means unbounded.
         global_batch: number of units that all ranks together consume per version. Used with `max_staleness`.
         late: what happens to unfinished units that delay a batch, with `max_staleness`. "wait": batches wait for these
             units. "evict": the units are evicted, even if a worker is processing them; see `claim(unmatched=,

@@ -184,8 +184,8 @@ class TqServiceStorageEngine:
         Args:
             value: a tensor on any device, an array, or an object whose type is allowed in object fields.
             key_hint: prefix of the ref's `uid`.
-            spec: a verl `FieldSpec`. The dtype and shape of the spec are used for the ref if the value has no dtype or
-                shape.
+            spec: a verl `FieldSpec`. The ref takes its dtype from the spec. It takes its shape from the spec if the
+                value has none.
 
         Raises:
             UnsupportedObjectError: the type of the object cannot be stored.

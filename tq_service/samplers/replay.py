@@ -116,8 +116,9 @@ class ReplaySampler(Sampler):
         is_bad = ~np.isfinite(priorities) | (priorities < 0) if is_number else present
         if is_bad.any():
             at = int(is_bad.argmax())
+            (bad,) = values[at : at + 1].tolist()
             raise InvalidArgumentError(
-                f"{self.priority_key}: got {values[at]!r:.80} for sample {units.rows[at]}; expected a finite number "
+                f"{self.priority_key}: got {bad!r:.80} for sample {units.rows[at]}; expected a finite number "
                 "of at least 0. Correct the priority with SetCustomMeta",
                 field="sampler_config",
                 metadata={"column": self.priority_key},

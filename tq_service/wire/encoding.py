@@ -138,7 +138,7 @@ def _fields_of(data: Any) -> list[tuple[Any, Any]]:
         return _fields_of_tensordict(data)
     if not isinstance(data, Mapping):
         raise InvalidArgumentError(
-            f"data is a {type(data).__name__}; expected a TensorDict or a dict of columns", field="data"
+            f"data has type {type(data).__name__}; expected a TensorDict or a dict of columns", field="data"
         )
     return list(data.items())
 
@@ -180,8 +180,8 @@ def _encode_column(name: str, values: Any, known: FieldSpec | None) -> SourceCol
         return _encode_list(name, non_tensor_rows(name, values), _objects_unless_tensors(name, known))
     if not isinstance(values, (list, tuple)):
         raise InvalidArgumentError(
-            f"field {name!r} is a {type(values).__name__}; expected a tensor, an array or a list with one value per "
-            "sample",
+            f"field {name!r} has type {type(values).__name__}; expected a tensor, an array or a list with one value "
+            "per sample",
             field="data",
         )
     return _encode_list(name, values, known)

@@ -596,8 +596,8 @@ def values_to_meta_column(name: str, values: Any) -> MetaColumn:
         values = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
         raise InvalidArgumentError(
-            f"custom_meta[{name!r}] is a {type(values).__name__}; expected an array, a tensor or a list with one value "
-            "per sample",
+            f"custom_meta[{name!r}] has type {type(values).__name__}; expected an array, a tensor or a list with one "
+            "value per sample",
             field="custom_meta",
         )
     kind = ""
@@ -613,7 +613,7 @@ def values_to_meta_column(name: str, values: Any) -> MetaColumn:
 def _checked(position: int, row: Any) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         raise InvalidArgumentError(
-            f"custom_meta[{position}] is a {type(row).__name__}; expected a mapping from names to values",
+            f"custom_meta[{position}] has type {type(row).__name__}; expected a mapping from names to values",
             field="custom_meta",
         )
     return dict(row)

@@ -363,7 +363,7 @@ class Calls:
             }
             fields = TensorDict(rows, batch_size=[1])
         elif fields is not None and not isinstance(fields, TensorDict):
-            raise ValueError(f"fields is a {type(fields).__name__}; expected a dict or a TensorDict")
+            raise ValueError(f"fields has type {type(fields).__name__}; expected a dict or a TensorDict")
         return await self.kv_batch_put([key], partition_id, fields, None if tag is None else [tag], data_parser)
 
     async def kv_batch_put(

@@ -250,7 +250,7 @@ class BatchMeta(_Batch):
             return self._of(range(self.size)[item])
         if isinstance(item, int | np.integer):
             return self._of([range(self.size)[item]])
-        raise TypeError(f"the index is a {type(item).__name__}; expected an integer or a slice")
+        raise TypeError(f"the index has type {type(item).__name__}; expected an integer or a slice")
 
     def chunk_by_partition(self) -> list[BatchMeta]:
         """Split the batch by partition. Batches are in order of each partition's first sample."""
