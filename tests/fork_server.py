@@ -13,6 +13,7 @@ The program is a process like any other: it has a pid, can be killed and stopped
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import io
@@ -48,8 +49,10 @@ class ForkServer:
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = modules
         self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._owner = 0
+        atexit.register(self._stop)
 
     def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
         """Return the pid of a program that runs the request, with these descriptors as stdin, stdout and stderr."""
@@ -72,8 +75,14 @@ class ForkServer:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REQUEST_BYTES)
         with theirs:
-            _Popen([sys.executable, __file__, *self._modules], stdin=theirs, cwd=ROOT)
-        self._socket, self._owner = ours, os.getpid()
+            process = _Popen([sys.executable, __file__, *self._modules], stdin=theirs, cwd=ROOT)
+        self._process, self._socket, self._owner = process, ours, os.getpid()
+
+    def _stop(self) -> None:
+        if self._socket is not None and self._process is not None and self._owner == os.getpid():
+            self._socket.close()
+            self._process.terminate()
+            self._process.wait()
 
 
 _SERVERS = {"service": ForkServer(_SERVICE), "torch": ForkServer(_TORCH)}

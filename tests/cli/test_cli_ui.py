@@ -70,7 +70,7 @@ def test_it_starts_before_the_service_and_ends_while_it_is_looked_at(tmp_path: P
     ("arguments", "message"),
     [
         (["--address", "http://localhost"], "address: got 'http://localhost'"),
-        (["--root-path", "tq"], "root_path: got 'tq'"),
+        (["--root-path", "tq"], "root_path is 'tq'"),
         (["--tls-ca", "/nowhere/ca.pem"], "/nowhere/ca.pem"),
         (["--host", "192.0.2.1", "--port", "0"], "cannot listen on 192.0.2.1:0"),
     ],

@@ -378,7 +378,7 @@ async def test_a_commit_that_is_never_answered_tells_of_the_whole_put(kind, monk
         async with serving(FakeController(PlacePut=place, Commit=Script(DRAINING))) as address:
             client = make_client(kind, address, timeout=FAULT_SECONDS)
             # The last try may have begun too late for an answer.
-            said = rf"tried for {FAULT_SECONDS:g} s \(\d+ times(, plus one try without an answer)?\)$"
+            said = rf"tried for {FAULT_SECONDS:g} s \(\d+ times(, plus one attempt without a response)?\)$"
             with pytest.raises(tq.errors.UnavailableError, match=f"^the server is draining; {said}") as raised:
                 await client.put("p", {"x": torch.zeros(2)})
             await client.aclose()
@@ -665,7 +665,8 @@ async def test_a_service_that_comes_back_hung_is_unavailable_with_the_last_reaso
     async with serving(FakeController(ListPartitions=script)) as address:
         client = make_client(kind, address)
         with pytest.raises(
-            tq.errors.UnavailableError, match=r"draining; tried for 0\.5 s \(once, plus one try without an answer\)"
+            tq.errors.UnavailableError,
+            match=r"draining; tried for 0\.5 s \(once, plus one attempt without a response\)",
         ):
             await client.list_partitions(timeout=0.5)
         await client.aclose()

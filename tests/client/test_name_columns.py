@@ -125,9 +125,9 @@ async def test_rows_may_be_counted_by_any_column(client):
 
 
 WRONG = [
-    ({"keys": np.array(["a", "b"])}, "keys", "got 2 keys for 3 samples"),
-    ({"keys": np.array([f"k{number}" for number in range(100)])}, "keys", "got 100 keys for 3 samples"),
-    ({"groups": np.array(["g"] * 100)}, "groups", "got 100 groups for 3 samples"),
+    ({"keys": np.array(["a", "b"])}, "keys", "keys has 2 values for 3 samples"),
+    ({"keys": np.array([f"k{number}" for number in range(100)])}, "keys", "keys has 100 values for 3 samples"),
+    ({"groups": np.array(["g"] * 100)}, "groups", "groups has 100 values for 3 samples"),
     ({"keys": np.arange(3)}, "keys", r"keys\[0\] is 0, expected a string"),
     ({"keys": np.array([b"a", b"b", b"c"])}, "keys", r"keys\[0\] is b'a', expected a string"),
     ({"keys": np.array(["a", "b", "\ud800"])}, "keys", r"keys\[2\] is '\\ud800', expected a string of valid Unicode"),
@@ -138,9 +138,13 @@ WRONG = [
     ({"keys": np.array(["a", "", "b"])}, "keys", "a key is empty"),
     ({"custom_meta": {"a": np.arange(3), "b": np.arange(2)}}, "custom_meta", r"custom_meta\['b'\] has 2 values"),
     ({"custom_meta": {"a": np.arange(2)}}, "custom_meta", "custom_meta is for 2 samples, expected 3"),
-    ({"custom_meta": {"a": 3}}, "custom_meta", r"custom_meta\['a'\] is int, expected an array, a tensor or a list"),
-    ({"custom_meta": {"a": np.array(3)}}, "custom_meta", r"custom_meta\['a'\] is ndarray, expected"),
-    ({"custom_meta": {"a": "xyz"}}, "custom_meta", r"custom_meta\['a'\] is str, expected"),
+    (
+        {"custom_meta": {"a": 3}},
+        "custom_meta",
+        r"custom_meta\['a'\] has type int; expected an array, a tensor or a list",
+    ),
+    ({"custom_meta": {"a": np.array(3)}}, "custom_meta", r"custom_meta\['a'\] has type ndarray; expected"),
+    ({"custom_meta": {"a": "xyz"}}, "custom_meta", r"custom_meta\['a'\] has type str; expected"),
     ({"custom_meta": {"": np.arange(3)}}, "custom_meta", "expected a non-empty string"),
     ({"custom_meta": {"a": np.array([1j, 2, 3])}}, "custom_meta", r"custom_meta\[0\]\['a'\] has type complex"),
     ({"custom_meta": {"a": np.array([b"x", b"y", b"z"])}}, "custom_meta", r"custom_meta\[0\]\['a'\] has type bytes"),

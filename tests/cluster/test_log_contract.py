@@ -103,9 +103,9 @@ async def test_what_was_appended_last_is_written_at_close(open_log: OpenLog) -> 
 
 async def test_nothing_is_taken_before_what_is_there_was_read_nor_after_the_end(open_log: OpenLog) -> None:
     with closing(open_log()) as log:
-        with pytest.raises(RuntimeError, match="exhaust read"):
+        with pytest.raises(RuntimeError, match="Exhaust read"):
             log.append(Stream.CHANGES, b"too early")
-        with pytest.raises(RuntimeError, match="exhaust read"):
+        with pytest.raises(RuntimeError, match="Exhaust read"):
             log.rotate()
         assert data_of(log) == []
         await commit_each(log, [b"in time"])

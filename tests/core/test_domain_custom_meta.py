@@ -173,7 +173,7 @@ def test_counts_and_names_are_checked(table):
     custom = CustomMeta(table)
     with pytest.raises(InvalidArgumentError, match="2 values for 3 samples"):
         custom.check(meta([{"v": 1}, {"v": 2}]), 3)
-    with pytest.raises(InvalidArgumentError, match="twice"):
+    with pytest.raises(InvalidArgumentError, match="duplicate columns"):
         custom.check(meta([{"v": 1}]) * 2, 1)
 
 

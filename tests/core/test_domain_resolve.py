@@ -61,10 +61,10 @@ def test_indexes_and_new_rows(train):
 @pytest.mark.parametrize(
     ("write", "error", "words"),
     [
-        (new_write(0), InvalidArgumentError, "put is empty"),
-        (new_write(2, keys=["d"]), InvalidArgumentError, "1 keys for 2 samples"),
-        (new_write(1, groups=["g", "h"]), InvalidArgumentError, "2 groups for 1"),
-        (new_write(1, indexes=[0, 1]), InvalidArgumentError, "2 global_indexes for 1"),
+        (new_write(0), InvalidArgumentError, "the put contains 0 samples"),
+        (new_write(2, keys=["d"]), InvalidArgumentError, "keys has 1 values for 2 samples"),
+        (new_write(1, groups=["g", "h"]), InvalidArgumentError, "groups has 2 values for 1"),
+        (new_write(1, indexes=[0, 1]), InvalidArgumentError, "global_indexes has 2 values for 1"),
         (new_write(2, keys=["d", "d"]), InvalidArgumentError, "'d' occurs twice"),
         (new_write(1, keys=[""]), InvalidArgumentError, "empty"),
         (new_write(1, keys=["a"], indexes=[0]), InvalidArgumentError, "both global_indexes and keys"),

@@ -544,7 +544,7 @@ def test_fields_without_sequences_are_an_error_once_rows_wait_for_nothing_else(t
     with pytest.raises(
         MissingLengthError,
         match=r"data_fields is 'x', 'text', without a field .* of samples 2, 3, 4 and others, because sampler "
-        r"'seqlen_balanced' needs them. .* with length_field, .* column 'total_lengths'",
+        r"'seqlen_balanced' needs them\. Set length_field .* custom_meta column 'total_lengths'",
     ):
         look()
     consume(train, 2, 3, 4, 5)

@@ -436,7 +436,7 @@ async def test_the_oldest_units_are_forgotten_and_counted(monkeypatch):
     assert [unit.serial for unit in known[5].units] == [6]
     assert evicted_by(task, 0, 2).units == known[0].units[:2]
     for wrong in ((-1, 0), (0, -1), (0, 1025)):
-        with pytest.raises(InvalidArgumentError, match=r"(after|limit) is -?\d+; give"):
+        with pytest.raises(InvalidArgumentError, match=r"(after|limit) is -?\d+; expected"):
             evicted_by(task, *wrong)
 
 

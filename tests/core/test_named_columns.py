@@ -237,7 +237,9 @@ def test_a_fact_that_was_added_has_its_default_in_what_was_written_before(path, 
 
 def test_an_unknown_fact_was_written_by_a_newer_version(path):
     written(Colored("train", PartitionSettings()), path)
-    with pytest.raises(NewerVersionError, match=rf"{path} at byte \d+: PartitionFacts has 'color'.*newer version"):
+    with pytest.raises(
+        NewerVersionError, match=rf"{path} at byte \d+: PartitionFacts has the unknown field 'color'.*newer version"
+    ):
         restored(path)
 
 

@@ -205,7 +205,7 @@ LONG = jagged([torch.arange(3), torch.arange(1)], 0, torch.arange(1))
         ({"num_padding": torch.zeros(2)}, {}, None, "a field 'num_padding'"),
         ({"position_ids": LONG}, {"keep_fields": ["position_ids"]}, None, "keep_fields contains 'position_ids'"),
         ({"score": torch.zeros(2, dtype=torch.uint8)}, {"repeat_fields": ["score"], "pad_values": {"score": -1}}, None,
-         "field 'score' is torch.uint8 and cannot hold the padding value -1"),
+         "field 'score' has dtype torch.uint8 and cannot hold the padding value -1"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(

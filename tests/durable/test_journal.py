@@ -64,9 +64,9 @@ def test_nothing_is_taken_before_what_is_there_was_read(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
         records = journal.read(0)
         assert next(records) == (2, Stream.CHANGES, b"first")
-        with pytest.raises(RuntimeError, match="exhaust read"):
+        with pytest.raises(RuntimeError, match="Exhaust read"):
             journal.append(Stream.CHANGES, b"too early")
-        with pytest.raises(RuntimeError, match="exhaust read"):
+        with pytest.raises(RuntimeError, match="Exhaust read"):
             journal.rotate()
         assert list(records) == [(3, Stream.CHANGES, b"second")]
         commit_each(journal, [b"third"])

@@ -349,7 +349,7 @@ def test_damaged_files_are_refused_and_nothing_changes(cluster, tmp_path):
         with pytest.raises(tq.errors.SnapshotDamagedError):
             client.restore("one")
     (tmp_path / "one" / "checkpoint.tqc").unlink()
-    with pytest.raises(tq.errors.InvalidArgumentError, match="no checkpoint"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="could not read a checkpoint"):
         client.restore("one")
     assert client.list_partitions() == []
     assert client.storage_stat().put_count == 0

@@ -163,7 +163,7 @@ def test_without_a_word_for_it_nothing_is_replaced(server, client):
     _, now = fill(client)
     with pytest.raises(tq.errors.PreconditionError, match="replace"):
         client.restore("one")
-    with pytest.raises(tq.errors.InvalidArgumentError, match="no checkpoint"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="could not read a checkpoint"):
         client.restore("none", replace=True)
     assert facts(client) == now
 

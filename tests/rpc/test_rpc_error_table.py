@@ -232,7 +232,7 @@ WRONG_CLAIMS = [
     invalid("task_name empty", get_meta(task_name=""), "task_name", "''", "characters"),
     invalid("where, mixed", get_meta(where=[("version", "in", [1, "a"])]), "where", "'version'", "one type"),
     invalid("where, operator", get_meta(where=[("version", "=~", 1)]), "where[0]", "=~", ">="),
-    invalid("max_wait below 0", get_meta(max_wait=-1.0), "max_wait", "-1", "0 or more"),
+    invalid("max_wait below 0", get_meta(max_wait=-1.0), "max_wait", "-1", ">= 0"),
     invalid("sampler", get_meta(sampler="seqlen_balance"), "sampler", "'seqlen_balance'", "'seqlen_balanced'",
             reason="UNKNOWN_SAMPLER"),
     invalid("sampler option", get_meta(sampler="seqlen_balanced", sampler_config={"n_sample_per_prompt": 2}),
@@ -257,8 +257,8 @@ WRONG_PUTS = [
             "columns", "float16", "float32", error=FieldMismatchError),
     invalid("rows of fields", put({"score": torch.zeros(2, 3), "reward": torch.zeros(3)}), "data", "2 rows", "3",
             "one row per sample"),
-    invalid("rows of keys", put({"score": torch.zeros(2, 3)}, keys=["a"]), "keys", "1 keys", "2 samples"),
-    invalid("rows of groups", put({"score": torch.zeros(2, 3)}, groups=["a"] * 3), "groups", "3 groups", "2 samples"),
+    invalid("rows of keys", put({"score": torch.zeros(2, 3)}, keys=["a"]), "keys", "1 values", "2 samples"),
+    invalid("rows of groups", put({"score": torch.zeros(2, 3)}, groups=["a"] * 3), "groups", "3 values", "2 samples"),
     invalid("rows of metadata", put({"score": torch.zeros(2, 3)}, custom_meta=[{"version": 1}]), "custom_meta",
             "1 samples", "2"),
     invalid("rows of existing samples", lambda c, m: c.put(m, {"score": torch.zeros(3, 3)}),
@@ -319,7 +319,7 @@ WRONG_READS = [
             "which is not fetched"),
     invalid("padded, too long", get(padded=True, length=4), "length", "row 0", "'input_ids'", "5 items", "length=4",
             "truncate=True", error=FieldMismatchError),
-    invalid("pad_value", get(padded=True, pad_value=0.5), "pad_value", "0.5", "int64", "by field"),
+    invalid("pad_value", get(padded=True, pad_value=0.5), "pad_value", "0.5", "int64", "per field"),
     invalid("padded and jagged", get(padded=True, layout="jagged"), "layout", "'jagged'", "only one of them"),
 ]  # fmt: skip
 
@@ -353,7 +353,7 @@ STALE = [
     refused("epoch, reset", lambda c, m: c.reset_consumption("train", "update_actor", 4), StaleEpochError, "4", "0",
             prepare=consume_a_batch),
     refused("failed sample", lambda c, m: c.put(m.select_samples([1]), state="live"), PreconditionError,
-            "sample 1", "final", reason="SAMPLE_FAILED",
+            "sample 1", "cannot be undone", reason="SAMPLE_FAILED",
             prepare=lambda c, m: c.put(m.select_samples([1]), state="failed")),
 ]  # fmt: skip
 
@@ -543,7 +543,7 @@ def test_a_put_that_finds_no_capacity_waits_then_is_refused(start_server: StartS
     assert caught.value.retry_after_seconds is not None
     assert has_retry_info(rpc_error_of(caught.value))
     assert "40000 bytes" in str(caught.value)
-    assert "clear" in str(caught.value)
+    assert "Clear" in str(caught.value)
     assert snapshot(client) == before
     assert client.get_data(meta.select_samples([0]))["x"].tolist() == [0]
 

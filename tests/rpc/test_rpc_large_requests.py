@@ -102,7 +102,7 @@ def test_the_service_refuses_them_before_it_reads_the_bytes_of_a_put(server: Liv
         with pytest.raises(grpc.RpcError) as caught:
             call()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert f"expected at most {ROWS} in one call" in str(caught.value.details())
+        assert f"expected at most {ROWS} per call" in str(caught.value.details())
     assert not server.client().list_partitions()
 
 

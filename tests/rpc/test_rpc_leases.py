@@ -478,7 +478,7 @@ REFUSED: dict[str, tuple[Callable[[AnyClient], object], str]] = {
     "rank": (lambda c: c.get_meta(**RANKED, lease=1.0), "for queue workers"),
     "no lease": (lambda c: c.get_meta(**ASKS, batch_size=1, max_deliveries=2), "lease is not set"),
     "zero": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=0), "positive"),
-    "negative": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=-1), "0 or more"),
+    "negative": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=-1), "expected a finite number of seconds >= 0"),
     "infinite": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=math.inf), "finite"),
     "too long": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=86_401), "a day"),
     "never": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=1.0, max_deliveries=0), "at least 1"),

@@ -176,7 +176,7 @@ def test_a_seal_closes_all_rollouts(client: AnyClient) -> None:
     [
         ({"rollouts": ["r0", "r0"], "groups": ["p0", "p1"]}, "rollout 'r0' is in group 'p0', got group 'p1'"),
         ({"rollouts": ["known", None], "groups": ["p1", ""]}, "rollout 'known' is in no group, got group 'p1'"),
-        ({"rollouts": ["r0"]}, "got 1 rollouts for 2 samples"),
+        ({"rollouts": ["r0"]}, "rollouts has 1 values for 2 samples"),
         ({"ends_rollouts": True}, "ends_rollouts is set, but none of the 2 samples is in a rollout"),
     ],
 )
@@ -199,7 +199,9 @@ def test_a_rollout_that_does_not_exist_is_not_closed(client: AnyClient) -> None:
 def test_existing_rows_keep_their_rollout(client: AnyClient) -> None:
     client.put("t", {"x": torch.ones(1, 5)}, keys=["k"], rollouts=["r0"])
     client.put("t", {"x": torch.ones(1, 5)}, keys=["k"], rollouts=["r0"], ends_rollouts=True)
-    with pytest.raises(tq.errors.InvalidArgumentError, match="sample 0 is in rollout 'r0', got 'r1'"):
+    with pytest.raises(
+        tq.errors.InvalidArgumentError, match="sample 0 is in rollout 'r0', but the put has rollout 'r1'"
+    ):
         client.put("t", {"x": torch.ones(1, 5)}, keys=["k"], rollouts=["r1"])
     assert client.get_meta(**ASKS, batch_unit="rollout").rollouts == ["r0"]
 

@@ -310,7 +310,10 @@ WRONG: Final[dict[str, tuple[Any, str]]] = {
     "no range": ({"x": 5}, "5 for field 'x'; expected (start, stop)"),
     "not integers": ({"x": (0.5, 2)}, "0.5 for a row of field 'x'; expected (start, stop), or a list of such pairs"),
     "rows": ({"x": [(0, 1)]}, "ranges of 1 rows for field 'x'; expected one for each of 2 rows"),
-    "array": ({"x": np.zeros((2, 3), np.int64)}, "an array of int64 [2, 3] for field 'x'; expected an integer array"),
+    "array": (
+        {"x": np.zeros((2, 3), np.int64)},
+        "an array of int64 with shape [2, 3] for field 'x'; expected an integer array",
+    ),
     "step": ({"x": slice(0, 4, 2)}, "a step of 2 for field 'x'; expected no step"),
     "second": ({"x": tq.RowSlice(layers=(0, 1))}, "a slice of the second dimension requires the same size"),
 }

@@ -147,7 +147,7 @@ def test_held_samples_are_for_those_that_ask_for_them(client: AnyClient) -> None
     client.release(client_slots := acquire(client, "a"))
     assert client_slots.size == 2
     asks = {"partition_id": "train", "task_name": "rollout", "batch_size": 1, "max_wait": 0.0}
-    with pytest.raises(tq.errors.InvalidArgumentError, match="lease is not set"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="lease is unset"):
         client.get_meta(**asks, data_fields=[], held=True)
     with pytest.raises(tq.errors.InvalidArgumentError, match="data_fields is empty"):
         client.get_meta(**asks, data_fields=[])

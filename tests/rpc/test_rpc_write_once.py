@@ -71,7 +71,7 @@ def test_a_second_value_is_refused_and_nothing_is_written(client: AnyClient, is_
 
 def test_the_error_names_the_cell(client: AnyClient) -> None:
     meta = declare(client)
-    with pytest.raises(tq.errors.AlreadyExistsError, match=r"\(1 of 3 have one\)") as refused:
+    with pytest.raises(tq.errors.AlreadyExistsError, match=r"\(1 of 3 samples have one\)") as refused:
         client.put(meta.select_samples([2, 0, 1]), {"reward": torch.zeros(3)})
     names = {"resource_name": "reward of sample 0", "partition_id": "train", "field_name": "reward"}
     expected = {"resource_type": "cell", "global_index": "0", **names}

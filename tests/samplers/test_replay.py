@@ -142,7 +142,9 @@ def test_no_sample_is_used_more_often_than_it_may(*, count, max_uses, fresh, bat
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_what_is_no_priority_is_an_error_that_names_the_sample(bad):
     view = ListView([1] * 3, meta={"priority": [1.0, bad, 1.0]})
-    with pytest.raises(InvalidArgumentError, match=r"priority: got .* for sample 1; expected a priority") as error:
+    with pytest.raises(
+        InvalidArgumentError, match=r"priority: got .* for sample 1; expected a finite number of at least 0"
+    ) as error:
         ReplaySampler(fresh=0, priority_key="priority").plan(view, ranked(2))
     assert (error.value.field, error.value.metadata["column"]) == ("sampler_config", "priority")
     with pytest.raises(InvalidArgumentError, match="got 'high' for sample 0"):

@@ -77,7 +77,7 @@ def test_the_end_of_a_token() -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("[[token", "not TOML"),
+        ("[[token", "not valid TOML"),
         ("a = 1", r"\[\[token\]\] entries"),
         ("token = 3", r"\[\[token\]\] entries"),
         ("token = [3]", r"\[\[token\]\] entries"),

@@ -71,7 +71,7 @@ def test_a_token_file_is_read_again_when_it_changes(monkeypatch: pytest.MonkeyPa
     token_file.unlink()
     now += 2
     assert credentials.metadata() == (("authorization", "Bearer tq_other"),)
-    with pytest.raises(tq.errors.UnauthenticatedError, match="cannot be used"):
+    with pytest.raises(tq.errors.UnauthenticatedError, match="could not read a token"):
         Credentials(token_file).metadata()
 
 

@@ -120,7 +120,7 @@ def test_receiver_spreads_frames_over_columns(sizes, frame_bytes):
 def test_receiver_says_how_much_is_missing():
     receiver = ColumnReceiver([_bytes_column("a", 4), _bytes_column("b", 3)])
     receiver.write(memoryview(b"12345"))
-    with pytest.raises(InvalidArgumentError, match="ended 2 bytes before"):
+    with pytest.raises(InvalidArgumentError, match="ended 2 bytes short of"):
         receiver.finish()
 
 

@@ -159,7 +159,7 @@ def test_a_mapping_that_makes_up_values_is_not_asked_to():
         ([{"k": ["\ud800"]}], r"custom_meta\[0\]\['k'\] is .* which cannot be encoded as JSON"),
         ([{"k": nested(33)}], r"custom_meta\[0\]\['k'\] nests more than 32 lists and objects"),
         ([{1: 2}], "key 1"),
-        ([{"k": 1}, 5], r"custom_meta\[1\] is int"),
+        ([{"k": 1}, 5], r"custom_meta\[1\] has type int"),
     ],
 )
 def test_wrong_values_are_refused_by_row_and_key(rows, words):
@@ -250,7 +250,7 @@ def test_absent_strings_decode_to_empty_text():
         ([pb.MetaColumn(name="k", int64_values=pb.Int64Values(values=[1]))], "1 values; expected 2"),
         (
             [pb.MetaColumn(name="k", kinds=b"\1", int64_values=pb.Int64Values(values=[1]))],
-            "1 kinds up to 1, expected 2",
+            "1 kinds up to 1; expected 2",
         ),
         ([pb.MetaColumn(name="k", kinds=b"\1\4", int64_values=pb.Int64Values(values=[1]))], "2 kinds up to 4"),
         ([pb.MetaColumn(name="k", kinds=b"\1\2", bool_values=TRUE)], "0 json_values; expected 1"),

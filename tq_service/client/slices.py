@@ -354,7 +354,7 @@ def _by_row(name: str, given: Any) -> tuple[Indexes, Indexes, Indexes]:
         bounds = np.asarray(given)
         if bounds.dtype.kind not in "iu" or bounds.ndim not in (2, 3) or bounds.shape[-1] != 2:
             raise _wrong(
-                f"a {bounds.dtype} array of shape {list(bounds.shape)} for field {name!r}",
+                f"an array of {bounds.dtype} with shape {list(bounds.shape)} for field {name!r}",
                 "an integer array of shape (n, 2) or (n, ranges, 2)",
             )
         bounds = bounds.reshape(bounds.shape[0], -1, 2).astype(np.int64)
