@@ -78,10 +78,16 @@ def _tune() -> None:
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
     _restore.callback(sys.setswitchinterval, sys.getswitchinterval())
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-    if not gc.get_freeze_count():  # skipped if the embedding program has already frozen objects
+    if not _has_frozen_objects():
         _collect_what_imports_left()
         gc.freeze()
         _restore.callback(gc.unfreeze)
+
+
+@cache  # counting takes 40 ms per million frozen objects
+def _has_frozen_objects() -> bool:
+    """Return whether the embedding program had frozen objects before the first service started."""
+    return gc.get_freeze_count() > 0
 
 
 @cache
