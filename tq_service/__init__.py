@@ -1,6 +1,6 @@
 """Data service for RL post-training of language models.
 
-The service stores samples in columns, and delivers balanced batches to data-parallel ranks over gRPC. `Client` and
+The service stores samples in columns and delivers balanced batches to data-parallel ranks over gRPC. `Client` and
 `AsyncClient` call the service, and `tq_service.data` feeds trainers. The samplers are in `tq_service.samplers`, the
 errors in `tq_service.errors`, and the result types in `tq_service.types`.
 """

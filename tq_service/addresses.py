@@ -1,4 +1,4 @@
-"""Parsing of service addresses, and plain-language explanations of connection failures."""
+"""Parse service addresses, and explain connection failures in plain language."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def parse_address(address: str, name: str = "address", default_port: int = DEFAU
 
     To specify several controllers of a cluster, separate their addresses with commas.
 
-    A host is a name, an IPv4 address, or an IPv6 address in brackets. The brackets may be omitted if the port is
-    omitted. gRPC target URIs are also accepted: "dns:...", "ipv4:...", "ipv6:...", "unix:...", "unix-abstract:...",
+    A host is a name, an IPv4 address, or an IPv6 address in brackets. The brackets are optional in an address without a
+    port. gRPC target URIs are also accepted: "dns:...", "ipv4:...", "ipv6:...", "unix:...", "unix-abstract:...",
     "vsock:...", "xds:...".
 
     Args:

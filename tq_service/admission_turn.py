@@ -1,4 +1,4 @@
-"""Turns for writes that wait for capacity, so that smaller writes cannot overtake a large write forever."""
+"""Turn-taking among writes that wait for capacity, so that smaller writes cannot overtake large ones indefinitely."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class AdmissionTurn:
     """A scheduler that occasionally gives an overtaken write a turn, during which no other write can overtake it.
 
     A write that fits may overtake writes that do not, because samples from later writes may be needed before capacity
-    is freed. However, a large write would never fit if other writes always took freed capacity immediately. After 10
-    seconds, the longest-waiting write therefore gets a turn, which reserves all capacity freed during that time for
-    this write. A turn ends after 5 seconds, so that a write that can never fit does not block all others. Other writes
-    may then overtake again for 10 seconds before the next turn starts.
+    is freed. However, a large write would never fit if other writes always took freed capacity immediately. Therefore,
+    after 10 seconds of waiting, the longest-waiting write gets a turn, and all capacity freed during the turn is
+    reserved for it. A turn ends after 5 seconds, so that a write that can never fit does not block all others. Other
+    writes may then overtake it again for 10 seconds before the next turn starts.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -1,6 +1,6 @@
-"""Timings of clients and loaders, reported to the probes that `tq.instrument` registers.
+"""Client and loader timings, reported to the probes registered by `tq.instrument`.
 
-Separately, the time that a batch spends in each stage is collected for the `StepTimer` of the consuming loop.
+The time a batch spends in each stage is collected separately, for the consuming loop's `StepTimer`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 T = TypeVar("T")
 
 Note = tuple[str, tuple[Any, ...]]
-"""The name of a `Probe` method, and the arguments to call the method with."""
+"""The name of a `Probe` method and the arguments for calling it."""
 
 
 class Probe(Protocol):
-    """Receiver of events from the clients and loaders in this process, which may call it from any thread."""
+    """Receiver of events from this process's clients and loaders, which may call the methods from any thread."""
 
     def fetched(self, seconds: float) -> None:
         """Record a completed call to `get_data`."""
@@ -40,11 +40,11 @@ class Probe(Protocol):
         ...
 
     def loaded(self, wait_seconds: float, work_seconds: float) -> None:
-        """Record the time spent waiting for a micro-batch and working on the previous micro-batch."""
+        """Record the time spent waiting for a micro-batch and the time spent working on the previous one."""
         ...
 
     def stepped(self, seconds: tuple[tuple[str, float], ...]) -> None:
-        """Record all or part of a trainer's step, as (stage, seconds) pairs without the stages that took no time."""
+        """Record all or part of a trainer's step as (stage, seconds) pairs, omitting stages that took no time."""
         ...
 
 
@@ -68,7 +68,7 @@ class ProbeNotes:
         probes[:] = [cast("Probe", self)]
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return a stand-in for a `Probe` method, which buffers the method's name and arguments."""
+        """Return a function that stands in for a `Probe` method and buffers the method's name and arguments."""
         return lambda *values: self._notes.append((name, values))
 
     def take(self) -> tuple[Note, ...]:
@@ -104,7 +104,7 @@ class Span(NamedTuple):
     """A period that a batch spent in a stage.
 
     Attributes:
-        stage: stage that the batch was in during the span.
+        stage: stage the batch was in during the span.
         began_at: start time in seconds, on the `time.perf_counter` clock, which all processes on a host share.
         ended_at: end time in seconds on the same clock.
         size_bytes: number of bytes transferred or processed during the span.
@@ -123,11 +123,11 @@ _MOST_SPANS: Final = 4096  # limits memory use if a trainer makes calls but no l
 
 @dataclass(slots=True, eq=False)
 class Collected:
-    """Spans collected while some part of the program ran.
+    """Spans collected while a section of the program ran.
 
     Attributes:
         spans: collected spans, in no particular order.
-        batch_count: number of batches that began while this part of the program ran.
+        batch_count: number of batches that began while this section ran.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -182,7 +182,7 @@ class TimesSteps(Protocol):
 
 
 def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
-    """Yield a loader's micro-batches, and record how long the consumer waits for each one and works on it.
+    """Yield a loader's micro-batches, and record how long the consumer waits for and works on each one.
 
     The client calls that the consumer makes between micro-batches are also collected. The generator runs in the
     consumer's context, so the collection that it starts stays active while the consumer works.

@@ -42,7 +42,7 @@ CLIENT_VARIABLES: Final = frozenset(
         "TQ_TOKEN_FILE",
     }
 )
-"""Environment variables that clients read. The service ignores these variables, without reporting them as unknown."""
+"""Environment variables that clients read. The service ignores these variables and does not report them as unknown."""
 # Kubernetes sets variables such as TQ_X_SERVICE_HOST and TQ_X_PORT=tcp://... in pods if the name of a Service starts
 # with "tq".
 _LINK_NAME: Final = re.compile(r"TQ_\w+_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
@@ -99,7 +99,7 @@ def format_setting(name: str, value: object) -> str:
 
 
 def default_max_bytes() -> int:
-    """Return half of the memory available to this process, rounded down to MiB.
+    """Return half of the memory available to this process, rounded down to a whole number of MiB.
 
     The other half is left for streams and everything else in the process.
     """
@@ -725,7 +725,7 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
 
 
 def unknown_variables() -> dict[str, str | None]:
-    """Return this process's unknown `TQ_*` environment variables, each with the most similar known name, or None.
+    """Map each unknown `TQ_*` environment variable of this process to the most similar known name, or to None.
 
     Most unknown variables are misspelled settings, which neither the service nor the clients read.
     """

@@ -1,8 +1,8 @@
-"""Columns of custom_meta: typed values, which claims can compare and sort, and other values, stored as JSON.
+"""Columns of custom_meta, with typed values that claims can compare and sort, and JSON for all other values.
 
 The first number, bool or string in a column determines the column's type. Null, lists, objects and scalars of other
-types are stored separately as JSON text. A column therefore accepts any JSON value, at no extra cost for typed values.
-`where`, `order_by` and samplers read only typed values.
+types are stored separately as JSON text. A column therefore accepts any JSON value, and typed values incur no extra
+cost. `where`, `order_by` and samplers read only typed values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class JsonNull(Enum):
 
 
 JSON_NULL: Final = JsonNull.JSON_NULL
-"""Write this value to store null for a sample, which is then read as None. Writing None removes the sample's value."""
+"""Write this value to store null for a sample; readers then receive None. Writing None removes the sample's value."""
 _NULL: Final = "null"
 
 MetaValue: TypeAlias = "JsonValue | JsonNull"
@@ -54,17 +54,17 @@ KIND_NAMES: Final = {"i": "int64", "f": "double", "b": "bool", "O": "string"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaColumn:
-    """The values that several samples have in one custom_meta column.
+    """The values of several samples in one custom_meta column.
 
     Attributes:
         name: name of the column.
-        values: typed values, of shape `(n,)` and dtype int64, float64, bool or object (str). The entries for samples
-            without a typed value are undefined.
-        present: for each sample, whether it has a typed value, of shape `(n,)`.
-        json: JSON text of each sample whose value is not typed, or None for other samples, of shape `(n,)` and dtype
-            object. The attribute is None if no sample has a JSON value.
-        removed: for each sample, whether writing this column removes the sample's value, of shape `(n,)`. The attribute
-            is None if the write does not remove any values.
+        values: typed values, as an array of shape `(n,)` and dtype int64, float64, bool or object (str). The entries
+            for samples without a typed value are undefined.
+        present: bool array of shape `(n,)`, True for samples with a typed value.
+        json: array of shape `(n,)` and dtype object, with the JSON text of samples whose value is not typed, and None
+            for others. The attribute is None if no sample has a JSON value.
+        removed: bool array of shape `(n,)`, True for samples whose value is removed when this column is written. The
+            attribute is None if the write does not remove any values.
     """
 
     name: str
@@ -75,17 +75,17 @@ class MetaColumn:
 
     @property
     def has_json(self) -> NDArray[np.bool_]:
-        """For each sample, whether it has a JSON value, of shape `(n,)`."""
+        """Bool array of shape `(n,)`, True for samples with a JSON value."""
         return np.zeros(self.present.size, np.bool_) if self.json is None else self.json != None  # noqa: E711  (of each)
 
     @property
     def has_value(self) -> NDArray[np.bool_]:
-        """For each sample, whether it has a typed value or a JSON value, of shape `(n,)`."""
+        """Bool array of shape `(n,)`, True for samples with a typed value or a JSON value."""
         return self.present if self.json is None else self.present | self.has_json
 
     @property
     def is_written(self) -> NDArray[np.bool_]:
-        """For each sample, whether writing this column sets or removes its value, of shape `(n,)`."""
+        """Bool array of shape `(n,)`, True for samples whose value is set or removed when this column is written."""
         return self.has_value if self.removed is None else self.has_value | self.removed
 
     def at(self, positions: NDArray[Any]) -> MetaColumn:
@@ -99,7 +99,7 @@ class MetaColumn:
         )
 
     def text_sizes(self, size_of: Callable[[str], int]) -> NDArray[np.int64]:
-        """Return the total size of each sample's string and JSON text, as measured by `size_of`, of shape `(n,)`."""
+        """Return an array of shape `(n,)` with the total size, per `size_of`, of each sample's string and JSON text."""
         sizes = np.zeros(self.present.size, np.int64)
         texts = self.values if self.values.dtype.kind == "O" else None
         for values, has_one in ((texts, self.present), (self.json, self.has_json)):
@@ -156,7 +156,7 @@ def fitted(column: MetaColumn, kind: str | None) -> MetaColumn:
         kind: the new type, as a numpy kind. If None, the column gets the type of the first scalar.
 
     Raises:
-        InvalidArgumentError: a number must become JSON because it does not fit the type, but is infinite or NaN.
+        InvalidArgumentError: a number does not fit the type, but cannot become JSON because it is infinite or NaN.
     """
     scalars: dict[int, Scalar] = {}
     texts = np.full(column.present.size, None, np.object_)
@@ -180,8 +180,7 @@ def _texts(column: MetaColumn) -> list[str | None]:
 def _kind_of(scalars: Sequence[Scalar]) -> str:
     """Return the kind of the first scalar.
 
-    If integers and floats are mixed, return the kind of floats, provided that a float can represent each integer
-    exactly.
+    For a mix of integers and floats, return the float kind if every integer can be represented exactly as a float.
     """
     kind = _KINDS[type(scalars[0])] if scalars else "b"
     if kind == "i" and all(_fits("f", each) for each in scalars if type(each) is int):
@@ -196,7 +195,7 @@ def _fits(kind: str, value: Scalar) -> bool:
 
 
 def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArray[Any]) -> MetaColumn:
-    """Build a column from JSON texts and from scalars, which are keyed by their position in the column.
+    """Build a column from JSON texts and from scalars keyed by their position in the column.
 
     Scalars that do not fit the kind are converted to JSON text.
     """
@@ -316,8 +315,8 @@ def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
 
     Args:
         value: the value to convert.
-        path: location of the value, as the sample's position, the column's name, and the positions and keys within
-            nested lists and dicts.
+        path: location of the value: the sample's position, the column's name, and the positions and keys within nested
+            lists and dicts.
     """
     if type(value) in _KINDS or value is None:
         return value

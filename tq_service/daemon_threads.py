@@ -19,8 +19,7 @@ def start_daemon_thread(call: Callable[[], T], *, thread_name: str) -> asyncio.F
     """Run `call` in a new daemon thread.
 
     Returns:
-        A future whose result is a function, as returned by `outcome_of`, because a future cannot carry every
-        exception.
+        A future whose result is the function returned by `outcome_of`, because a future cannot carry every exception.
         Cancelling the future does not stop the thread.
     """
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Exceptions of the service and its clients, in one class hierarchy.
+"""Exceptions raised by the service and its clients, in one class hierarchy.
 
 Clients raise an error of the same class as the server. `code` is the name of the gRPC status code of the failed call.
 `reason` is sent as `google.rpc.ErrorInfo.reason` (see `tq_service.wire.error_table`). Messages contain the actual
@@ -22,8 +22,8 @@ class TqError(Exception):
 
     Attributes:
         message: text with the actual value, the expected value and a remedy.
-        reason: stable code of the error, which defaults to the reason of the class. Some errors set a more specific
-            reason.
+        reason: stable code that identifies the error; by default, the reason of the class. Some errors set a more
+            specific reason.
         metadata: short facts for use by programs, such as two conflicting values.
     """
 
@@ -232,7 +232,7 @@ class LeaseExpiredError(PreconditionError):
 
 
 class DataDirError(PreconditionError):
-    """The data directory is unusable, because it is in use, in a newer format, damaged, or not writable."""
+    """The data directory is unusable because it is in use, in a newer format, damaged, or not writable."""
 
     reason = "DATA_DIR"
 
@@ -379,7 +379,7 @@ class ServiceFailedError(UnavailableError):
 
 
 class InternalError(TqError, RuntimeError):
-    """An internal error of the service. See the service's log for details."""
+    """An internal error in the service. See the service's log for details."""
 
     reason = "INTERNAL"
 
@@ -405,7 +405,7 @@ def nearest(name: str, known: Collection[str], *, all_known: bool = False) -> st
 
     Args:
         name: the unknown name in the request.
-        known: all known names. The clause lists up to ten of these names, and gives the number of other names.
+        known: all known names. The clause lists up to ten of these names and the number of others.
         all_known: whether to list all known names. Use this option only for small sets.
     """
     if not known:

@@ -10,15 +10,15 @@ _PLAIN = re.compile(r"[\w./:@+*-]+", re.ASCII)
 
 
 class LogMessage:
-    """The message of a log line, which consists of an event and facts in the form key=value.
+    """A log message that consists of an event and facts in the form key=value.
 
     A handler renders the message when it writes the line, so the message works with any formatter. `tq-service serve
     --log-format json` writes each field under its name. A value that is not a single plain word is written as a JSON
     string. Names chosen by clients therefore cannot forge fields or lines.
 
     Args:
-        text: description of the event. The description is identical in all log lines of this kind, so a search finds
-            all of them.
+        text: description of the event. The description is the same in every log line for this event, so one search
+            finds them all.
         fields: facts by name, such as `partition`, `storage`, `put_id`, `request_id`, `error`. Values of type bytes are
             ids, which are written in hexadecimal. Facts whose value is None are omitted.
     """

@@ -15,7 +15,7 @@ def memory_limit_bytes(root: Path = Path("/")) -> int:
     This is the machine's memory or, if lower, the lowest limit of the process's control groups.
 
     Control groups limit containers, Slurm job steps, and systemd services and scopes. Versions 1 and 2 of control
-    groups are supported. In a cgroup namespace, only the groups at and below the root of the namespace are visible.
+    groups are supported. In a cgroup namespace, only the groups at or below the namespace's root are visible.
 
     Args:
         root: directory that contains `proc` and the mount points of control groups.
@@ -43,7 +43,7 @@ def _group_limits(root: Path) -> Iterator[int]:
 
 
 def _own_groups(root: Path) -> dict[str, str]:
-    """Return this process's group in each hierarchy that may limit memory, by the hierarchy's file system type."""
+    """Return this process's group in each hierarchy that may limit memory, keyed by file system type."""
     groups = {}
     for line in _lines(root / "proc/self/cgroup"):
         hierarchy, _, rest = line.partition(":")

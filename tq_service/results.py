@@ -34,10 +34,10 @@ class ConsumptionStatus:
         total_count: number of samples inserted into the partition so far, including cleared samples.
         skipped_count: number of samples that the task will never receive. The count includes the remaining members of
             groups that have lost a member.
-        sealed: whether the partition is sealed, that is, accepts no new samples.
+        sealed: whether the partition is closed to new samples.
         complete: whether the task has received every sample that it can receive. The partition must be sealed or, with
             `samples_per_round`, every round that has begun must be finished.
-        epoch: epoch of the task, that is, the number of times its consumption was reset.
+        epoch: number of times the task's consumption was reset.
         leased_count: number of consumed samples that are leased but not acknowledged. These samples may be delivered
             again.
         dead_lettered_count: number of skipped samples that were delivered `max_deliveries` times without being
@@ -88,7 +88,8 @@ class WaitCode(StrEnum):
         VERSION_NOT_PUBLISHED: the claim waits for a policy version that has not been published yet.
         STALENESS_BOUNDED: enough samples are ready, but delivering them would make older, unfinished samples too stale.
         NO_CAPACITY: enough prompts are ready, but the service lacks the capacity for the slots requested with `admit`.
-        RATIO_BOUNDED: a delivery would exceed the ratio of deliveries to inserted samples in the task's admission.
+        RATIO_BOUNDED: a delivery would exceed the ratio of deliveries to inserted samples that the task's admission
+            permits.
     """
 
     PARTITION_NOT_FOUND = "PARTITION_NOT_FOUND"
@@ -112,7 +113,7 @@ class Lack(Enum):
     Attributes:
         FIELD: the samples lack the field `name`.
         WHERE: the samples do not meet the condition on the custom_meta column `name`.
-        LENGTH: the samples have no length in the custom_meta column `name`, and the sampler needs their lengths.
+        LENGTH: the sampler needs the samples' lengths, but the custom_meta column `name` does not contain them.
         HELD: the samples are held.
         LEASED: the samples are leased to workers of the task.
         GROUP: the samples are ready, but other members of their groups are not.
@@ -145,7 +146,7 @@ class NotReady:
         name: name of the field or custom_meta column that the reason refers to. The name is empty if the reason refers
             to neither a field nor a column.
         sample_count: number of samples that cannot be delivered for this reason.
-        ends_in_seconds: time until the first lease expires, for kind "leased". The time is None for other kinds.
+        ends_in_seconds: for kind "leased", the time until the first lease expires; None for other kinds.
         example: for kind "group", the name and counts of one incomplete group. For kind "field", the example is the
             missing put, if groups share the field.
     """
@@ -166,7 +167,7 @@ class WaitReason:
         text: the reason as a sentence for users.
         task_name: task for which the claims consume samples.
         data_fields: the fields that the claims request.
-        waiting_count: number of calls that wait for this reason. The count is 0 in the response to the caller's own
+        waiting_count: number of calls waiting for this reason. The count is 0 in the response to the caller's own
             claim.
         left_count: number of live or held samples that the task has not consumed.
         ready_count: number of samples in `left_count` that could be delivered now. If `counts_groups` is set, this is
@@ -176,7 +177,7 @@ class WaitReason:
         counts_groups: whether `ready_count` and `needed_count` count groups or rollouts instead of samples.
         not_ready: number of samples that cannot be delivered yet, by reason. A sample may be counted under several
             reasons.
-        sealed: whether the partition is sealed, that is, accepts no new samples.
+        sealed: whether the partition is closed to new samples.
         waiting_put_count: number of puts of new samples that wait for capacity.
         put_waits_for: what the first waiting put is waiting for, or "" if no put is waiting.
     """
@@ -206,7 +207,7 @@ class PartitionSummary:
             created again.
         inserted_count: number of samples inserted so far, including cleared samples.
         present_count: number of samples that have not been cleared.
-        sealed: whether the partition is sealed, that is, accepts no new samples.
+        sealed: whether the partition is closed to new samples.
     """
 
     partition_id: str
@@ -220,7 +221,7 @@ class PartitionList(list[PartitionSummary]):
     """A list of partitions, sorted by name.
 
     Attributes:
-        revision: revision of the complete list. `watch` can start from this revision.
+        revision: revision of the complete list, from which `watch` can start.
     """
 
     def __init__(self, partitions: Iterable[PartitionSummary], revision: Revision | None = None) -> None:
@@ -243,14 +244,12 @@ class RecentBatch:
     Attributes:
         batch_index: index of the batch within the epoch.
         tokens_per_rank: token counts of the first 128 ranks, by `dp_rank`; empty if any sample length is unknown.
-        imbalance: load imbalance, defined as the largest token count of a rank divided by the mean over all ranks,
-            minus 1.
+        imbalance: largest token count of any rank divided by the mean over all ranks, minus 1.
         padding_share: fraction of tokens that are padding. In packs, padding fills the rest of each pack. In
             micro-batches, each sample is padded to the length of the longest sample. Jagged fields need no padding in
             micro-batches.
-        staleness: upper bound on the number of versions published between the creation of the oldest sample's slot and
-            the training on that sample. The bound is set for tasks with a `max_staleness`. If None, staleness is
-            unbounded.
+        staleness: upper bound on the number of versions published between creating the oldest sample's slot and
+            training on that sample. The bound is set for tasks with a `max_staleness`. If None, staleness is unbounded.
     """
 
     batch_index: int
@@ -266,8 +265,8 @@ class ClaimLease:
 
     Attributes:
         claim_id: first 8 hexadecimal digits of the claim's request_id, as shown in the call log.
-        claim_name: name that the caller gave to the claim. The name is empty if the claim is unnamed.
-        leased_count: number of leased samples of the claim that have not been acknowledged.
+        claim_name: name given to the claim by the caller. The name is empty if the claim is unnamed.
+        leased_count: number of the claim's leased samples that have not been acknowledged.
         delivered_ago_seconds: time since the delivery, or since the start of the service if the service started later.
         ends_in_seconds: time until the lease expires if it is not extended.
     """
@@ -304,7 +303,8 @@ class TaskStatus:
         recent_batches: the last 16 batches planned for the task's ranks in this epoch, in order. The tuple is empty
             after a restart of the service.
         oldest_version: lowest `version` of the task's remaining live or held samples, as of the most recent scan. The
-            version is None in updates from `watch`, and if the samples lack a version or have not been scanned yet.
+            version is None in updates from `watch`, and also if the samples lack a version or have not been scanned
+            yet.
         staleness_versions: how many versions the producers are ahead of the task, that is, the highest version of any
             sample in the partition minus `oldest_version`. The number is None if `oldest_version` is None.
         leasing_claim_count: number of claims that hold leased samples.
@@ -315,7 +315,7 @@ class TaskStatus:
         outstanding_count: number of outstanding units, as counted by the task's admission. The count is None if the
             task has no admission.
         running_count: number of held units (units being generated), as counted by the task's admission. The count is
-            None without `most_running`.
+            None if `most_running` is not set.
         unmatched_count: number of samples and groups that the task's claims have evicted because `where` excluded them.
             The count covers all epochs.
         too_small_count: number of groups that the task's claims have evicted because too few members were left. The
@@ -380,10 +380,10 @@ class TrainerProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartedRanks:
-    """The point at which a task's ranks continue after a restart.
+    """The point from which a task's ranks continue after a restart.
 
     Attributes:
-        epoch: epoch of the task.
+        epoch: epoch of the task after the restart.
         batch_index: index of the first batch that the ranks must request.
         repeated_batch_count: number of batches, starting at `batch_index`, that the ranks have already trained on and
             will train on again. The count is 0 if an earlier call already restarted the ranks.
@@ -487,9 +487,9 @@ class PartitionDescription:
         summary: name, incarnation and basic counts of the partition.
         expected_samples: number of samples that will be inserted, as declared by the creator. The number is None if not
             declared.
-        live_count: number of samples in the state live.
-        held_count: number of samples in the state held.
-        failed_count: number of samples in the state failed.
+        live_count: number of live samples.
+        held_count: number of held samples.
+        failed_count: number of failed samples.
         group_count: number of groups with members in the partition. Rollouts without a group are not counted.
         rollout_count: number of rollouts with samples in the partition.
         fields: the partition's fields, each with the number of its values.
@@ -501,7 +501,7 @@ class PartitionDescription:
         waiting_put_count: number of puts of new samples that wait for capacity or for a task.
         declared_tasks: names of the tasks that may consume the partition. If empty, any task may consume the partition.
         samples_per_round: number of samples per round, as declared by the creator. The number is None if not declared.
-        revision: revision of this description. `watch` can start from this revision.
+        revision: revision of this description, from which `watch` can start.
         release: rules for clearing samples automatically. If None, samples are never cleared automatically.
         released_count: number of samples released because all required tasks had finished with them.
         expired_count: number of samples released because of their age.
@@ -531,7 +531,7 @@ class PartitionDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOption:
-    """A sampler option, which is set in `sampler_config`.
+    """A sampler option, set in `sampler_config`.
 
     Attributes:
         name: name of the option.
@@ -549,7 +549,7 @@ class SamplerOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerDescription:
-    """A sampler, with its name for use in `claim`, a summary, and its options."""
+    """A sampler's name for use in `claim`, a summary, and the sampler's options."""
 
     name: str
     summary: str
@@ -596,11 +596,11 @@ class RecordingStatus:
         stored_bytes: size in bytes of all steps in the recording.
         recorded_step_count: number of steps recorded since the service started.
         skipped_step_count: number of steps that the service has failed to record since it started.
-        removed_step_count: number of steps removed since the service started, to make space for newer steps.
+        removed_step_count: number of steps removed to make space for newer steps since the service started.
         pending_bytes: number of bytes in memory that are waiting to be written to the recording.
-        copied_bytes: number of bytes recorded by copying puts, since the service started.
-        linked_bytes: number of bytes recorded by linking to files in the data directory instead of copying, since the
-            service started.
+        copied_bytes: number of bytes recorded by copying puts since the service started.
+        linked_bytes: number of bytes recorded since the service started by linking to files in the data directory
+            instead of copying them.
         processor_seconds: CPU time spent on recording since the service started, excluding writes by the operating
             system.
     """
@@ -682,7 +682,7 @@ class MirrorStatus:
         unmirrored_bytes: number of bytes in puts that lack required copies, including incomplete puts.
         short_put_count: number of puts that have all required copies but fewer copies than requested.
         unfetched_put_count: number of puts taken over from another storage service but not fetched yet.
-        spilled_bytes: number of used bytes that exist only in the mirror, because the puts were evicted from memory.
+        spilled_bytes: number of used bytes that exist only in the mirror because the puts were evicted from memory.
     """
 
     url: str
@@ -730,12 +730,12 @@ class StorageStatus:
 class PartitionWait:
     """Calls that wait on the same partition for the same reason.
 
-    These calls are claims, unless they wait for the partition to be created, as any call can.
+    Calls other than claims are included only while they wait for the partition to be created.
 
     Attributes:
         partition_id: name of the partition, which may not exist yet.
-        reason: why the calls wait. Without `explain`, only `task_name`, `data_fields` and `waiting_count` are set. For
-            `lookup_samples` calls, `task_name` is empty.
+        reason: why the calls are waiting. Without `explain`, only `task_name`, `data_fields` and `waiting_count` are
+            set. For `lookup_samples` calls, `task_name` is empty.
     """
 
     partition_id: str
@@ -752,7 +752,7 @@ class ServiceStatus:
         partitions: the service's partitions, sorted by name.
         waits: waiting calls by reason, sorted by partition and, within a partition, by the arrival of the first call.
             There are at most 32 entries per partition.
-        revision: revision of the complete status. `watch` can start from this revision.
+        revision: revision of the complete status, from which `watch` can start.
         controllers: the controllers of the cluster, starting with the leader. The tuple is empty if there is only a
             single controller.
         policies: published policy versions, sorted by policy.
@@ -768,7 +768,7 @@ class ServiceStatus:
 
     @property
     def own_storages(self) -> list[StorageStatus]:
-        """The storage services without adopted entries, for totals of bytes and quotas."""
+        """The storage services, excluding adopted entries, for adding up bytes and quotas."""
         return [storage for storage in self.storages if not storage.is_adopted]
 
     def successor_of(self, adopted: StorageStatus) -> str | None:
@@ -821,9 +821,9 @@ class CheckpointCopy:
 
     Attributes:
         name: name of the checkpoint, relative to the service's `checkpoint_dir`.
-        put_count: number of puts that a restore of the checkpoint creates.
-        value_bytes: total size in bytes of the puts that a restore of the checkpoint creates.
-        pause_seconds: longest time during which the service answered no call while writing the checkpoint.
+        put_count: number of puts that are created when the checkpoint is restored.
+        value_bytes: total size in bytes of the puts that are created when the checkpoint is restored.
+        pause_seconds: longest time for which the service answered no calls while writing the checkpoint.
     """
 
     name: str

@@ -128,7 +128,7 @@ class FieldSpec:
         row_shape: shape of a row, with -1 for ragged dimensions and () for scalars. If None, the first put determines
             the shape.
         encoding: encoding of objects: UTF-8 text, raw bytes, or msgpack, which can represent any object. A field
-            declared as text or bytes rejects all other values. With None or msgpack, the field accepts any object, and
+            declared as text or bytes rejects all other values. With None or msgpack, the field accepts any object and
             stores it in the encoding chosen by the put.
         write_once: whether each sample's value can be written only once. Until the sample is cleared, a second write
             fails with AlreadyExistsError.
@@ -253,12 +253,12 @@ class Admission:
             of `policy` is published after the training or acknowledgement.
         policy: policy for `given_back="published"`, which waits for the policy's next version. The name is relative to
             the client's namespace.
-        max_staleness: maximum number of versions that may be published between the creation of a sample's slot and the
-            training on that sample. This setting also sets `most` to `(max_staleness + 1) * global_batch`, and
-            `given_back` to "published". All batches are planned within this limit, and samples can only be created with
-            `acquire` or `claim(admit=)`. None means unbounded.
+        max_staleness: maximum number of versions that may be published between creating a sample's slot and training on
+            that sample. This setting also sets `most` to `(max_staleness + 1) * global_batch`, and `given_back` to
+            "published". All batches are planned within this limit, and samples can only be created with `acquire` or
+            `claim(admit=)`. None means unbounded.
         global_batch: number of units that all ranks together consume per version. Used with `max_staleness`.
-        late: what happens to unfinished units that delay a batch, with `max_staleness`. "wait": batches wait for these
+        late: with `max_staleness`, what happens to unfinished units that delay a batch. "wait": batches wait for these
             units. "evict": the units are evicted, even if a worker is processing them; see `claim(unmatched=,
             refill=)`.
         most_running: maximum number of held units, that is, units whose generation is in progress. At the limit,
@@ -267,14 +267,14 @@ class Admission:
         overflow: what happens to a put that would exceed `most` outstanding units. "wait": the put waits.
             "drop_lowest": the put also clears the pending units with the lowest priority. The put never clears a unit
             that is held, leased, in a batch that ranks have yet to train on (`advance`), or in an incomplete group.
-        priority_key: custom_meta column that contains each sample's priority, for `overflow="drop_lowest"`. A group's
-            priority is the mean over its members. Units without a priority are dropped last. Among units of equal
+        priority_key: custom_meta column with each sample's priority, for `overflow="drop_lowest"`. A group's priority
+            is the mean of its members' priorities. Units without a priority are dropped last. Among units of equal
             priority, the oldest are dropped first. If `priority_key` is empty, the oldest units are dropped first.
         samples_per_insert: target ratio of deliveries to inserted samples. The task's batches wait if the ratio is too
             high, and puts wait if the ratio is too low. 0 means unbounded.
-        min_size_to_sample: number of samples that must be inserted before the first batch, with `samples_per_insert`.
-            Only samples inserted later count toward the ratio. 0 is treated as 1.
-        error_buffer: maximum deviation from the ratio, as a number of deliveries, with `samples_per_insert`.
+        min_size_to_sample: with `samples_per_insert`, the number of samples that must be inserted before the first
+            batch. Only samples inserted later count toward the ratio. 0 is treated as 1.
+        error_buffer: with `samples_per_insert`, the maximum deviation from the ratio, as a number of deliveries.
     """
 
     task_name: str
@@ -388,15 +388,15 @@ class Release:
     a release, keys and group names can be reused, just as after a clear.
 
     Attributes:
-        when: event with which ranks complete a sample: "trained", or "saved" if a trainer checkpoint must cover the
-            sample's batch (`advance`). A queue worker completes a sample by acknowledging it. A sample that failed or
-            was skipped with its group also counts as completed. The sample is released once all of `tasks` have
+        when: event that completes a sample consumed by ranks: "trained", or "saved" if a trainer checkpoint must cover
+            the sample's batch (`advance`). A queue worker completes a sample by acknowledging it. A sample that failed
+            or was skipped with its group also counts as completed. The sample is released once all of `tasks` have
             completed it. If None, consumption does not release samples.
         tasks: tasks that must complete a sample before it is released. Queue claims for these tasks must be leased. If
             empty, all declared `tasks` of the partition must complete the sample.
-        ttl_seconds: time after which a sample is released, even if tasks have not completed it. This time begins when
-            the sample is put or becomes live, and begins again when the service starts. A sample is kept for as long as
-            one of `tasks` has yet to train on its batch or save it. If None, samples do not expire.
+        ttl_seconds: time after which a sample is released, even if tasks have not completed it. The time is counted
+            from when the sample is put or becomes live, and starts over when the service starts. A sample is kept for
+            as long as one of `tasks` has yet to train on or save the sample's batch. If None, samples do not expire.
     """
 
     when: ReleaseWhen | None = None
@@ -591,5 +591,5 @@ def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, and the
 
 
 def check_passed_on(name: str, value: bytes) -> None:
-    """Raise InvalidArgumentError if an unknown id, which should come from the service, is malformed."""
+    """Raise InvalidArgumentError if an id that should come from the service is malformed."""
     check_id(name, value, "send the id as returned by the service")

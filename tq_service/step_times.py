@@ -124,7 +124,7 @@ class CallCost:
 
     Attributes:
         stage: kind of call: `plan` for claims, and `transfer` and `host` for the two parts of `get_data`.
-        call_count: number of calls that the costs are based on, which are at most the latest 256.
+        call_count: number of calls on which the costs are based, at most the latest 256.
         mean_seconds: mean duration of a call.
         mean_bytes: mean number of bytes per call, or 0 for claims.
         fixed_seconds: part of a call's duration that does not depend on its size. The value is None if the sizes vary
@@ -142,7 +142,7 @@ class CallCost:
 
     @classmethod
     def of(cls, stage: Stage, calls: Sequence[tuple[int, float]]) -> CallCost:
-        """Calculate the cost of calls, given each call's number of bytes and its duration in seconds."""
+        """Calculate the cost of calls from the byte count of each call and its duration in seconds."""
         sizes, seconds = zip(*calls, strict=True)
         fixed, rate = fit_calls(sizes, seconds) or (None, None)
         return cls(
@@ -165,7 +165,7 @@ class CallCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Measurements that a `StepTimer` made of the latest batches. `str()` formats the report for display.
+    """A `StepTimer`'s measurements of the latest batches. `str()` formats the report for display.
 
     Attributes:
         times: seconds by stage.
@@ -201,7 +201,7 @@ class StepTimer:
         print(timer.report())
 
     Args:
-        batch_count: number of the most recent batches that a report covers.
+        batch_count: number of recent batches covered by a report.
         clock: function that returns the time in seconds, on a clock shared by all processes on the host.
 
     Raises:
@@ -312,7 +312,7 @@ _ORDER: Final = {stage: number for number, stage in enumerate(Stage)}
 
 
 def fit_calls(size_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Fit `seconds = fixed + bytes / rate` to calls, by least squares with reduced weights for outliers.
+    """Fit `seconds = fixed + bytes / rate` to calls by least squares, with reduced weights for outliers.
 
     The weights are Huber's (Robust Estimation of a Location Parameter, 1964), computed iteratively.
 

@@ -42,7 +42,7 @@ class ListeningProcess:
         command: path or name of the program, followed by its arguments.
         env: environment of the program. If None, the program inherits the environment of this process.
         cwd: working directory of the program. If None, the working directory of this process is used.
-        log: file to append the program's stderr to. If None, the stderr of this process is used.
+        log: file to which the program's stderr is appended. If None, the stderr of this process is used.
         start_new_session: whether to start the program in a new session. Terminal signals, such as Ctrl-C, then reach
             only this process, which decides when the program stops.
         start_timeout: maximum time in seconds for the program to start listening.
@@ -137,7 +137,7 @@ class ListeningProcess:
 
     @property
     def address(self) -> str:
-        """The address that the program listens on, as "host:port". The address is empty before the first start."""
+        """The address on which the program listens, as "host:port". The address is empty before the first start."""
         return self._address
 
     @property
@@ -165,7 +165,7 @@ class ListeningProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The program's exit code, or, if a signal killed the program, the negated number of the signal.
+        """The program's exit code, or the negated signal number if a signal killed the program.
 
         The code is None while the program is running.
         """
@@ -228,12 +228,12 @@ class ServiceProcess(ListeningProcess):
     inherit settings from environment variables (`TQ_*`).
 
     Args:
-        *flags: flags of `tq-service serve`.
+        *flags: command-line flags for `tq-service serve`.
         data_dir: data directory of the service. If None, the state is lost when the service stops.
         env: additional environment variables for the service.
         command: command that runs `tq-service`.
         cwd: working directory of the service. If None, the working directory of this process is used.
-        log: file to append the service's log to. If None, the stderr of this process is used.
+        log: file to which the service's log is appended. If None, the stderr of this process is used.
         start_new_session: see `ListeningProcess`.
         start_timeout: maximum time in seconds for the service to start listening.
         stop_timeout: time in seconds between SIGTERM and SIGKILL.

@@ -19,7 +19,7 @@ _COMMIT_LENGTH: Final = 9
 
 
 def _commit() -> str:
-    """Return the commit from which this package was built or that its git clone has checked out, or "" if unknown."""
+    """Return the commit this package was built from or its git clone has checked out, or "" if unknown."""
     try:
         return (_PACKAGE / "COMMIT").read_text().strip()  # written by hatch_build.py
     except OSError:
@@ -31,7 +31,7 @@ def _commit() -> str:
 
 
 def _head_of(clone: Path) -> str:
-    """Return a clone's checked-out commit, read directly from its files, because git may not be installed.
+    """Read a clone's checked-out commit directly from its files, because git may not be installed.
 
     Raises:
         OSError: the directory is not a git clone.

@@ -1,4 +1,4 @@
-"""Measures the time that a call spends waiting for samples or capacity, separately from its processing time."""
+"""Measure the time a call spends waiting for samples or capacity, separately from its processing time."""
 
 from __future__ import annotations
 

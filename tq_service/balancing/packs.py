@@ -1,6 +1,6 @@
 """Assignment of samples to ranks, optimizer steps and fixed-size packs, based only on sample lengths.
 
-All ranks are planned together. Packs are treated as bins, which the best-fit-decreasing heuristic fills. A search then
+All ranks are planned together. Packs are treated as bins and filled by the best-fit-decreasing heuristic. A search then
 tries to eliminate bins one at a time. References: S. Martello, P. Toth, "Knapsack Problems", chapter 8, 1990 (bounds,
 branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic algorithm for the one-dimensional bin-packing problem",
 1999 (filling bins one by one, each as full as possible).
@@ -46,12 +46,12 @@ class PackPlan:
         packs: `packs[dp_rank][step][pack]` is the list of sample indexes in a pack. An empty list represents a pack
             that contains only padding. All ranks have the same number of steps. In each step, all ranks have the same
             number of packs, at least 1.
-        lengths: number of tokens that each sample occupies in its pack, of shape `(n,)`. Truncated samples occupy
-            `pack_max_length` tokens, and dropped samples occupy 0.
+        lengths: number of tokens that each sample occupies in its pack, as an array of shape `(n,)`. Truncated samples
+            occupy `pack_max_length` tokens, and dropped samples occupy 0.
         pack_max_length: number of tokens per pack, including padding.
         truncated: indexes of the samples truncated to `pack_max_length`, in ascending order.
         dropped: indexes of the samples dropped for exceeding `pack_max_length`, in ascending order.
-        rank_costs: total cost of each rank's samples, of shape `(dp_size,)`. See `get_costs`.
+        rank_costs: total cost of each rank's samples, as an array of shape `(dp_size,)`. See `get_costs`.
         pack_count_lower_bound: lower bound on the total number of packs in any plan for these samples, ranks and steps.
         seconds: planning time in seconds.
     """
@@ -77,7 +77,7 @@ class PackPlan:
 
     @property
     def tokens(self) -> Int64s:
-        """Number of sample tokens of each rank in each step, as an array of shape `(dp_size, optimizer_steps)`."""
+        """Number of sample tokens per rank and step, as an array of shape `(dp_size, optimizer_steps)`."""
         return np.array(
             [[sum(self.pack_tokens(pack) for pack in step) for step in steps] for steps in self.packs], np.int64
         )
@@ -99,7 +99,7 @@ class PackPlan:
 
     @property
     def fill_ratio(self) -> float:
-        """Fraction of the total pack space that sample tokens occupy, from 0.0 to 1.0."""
+        """Fraction of the total pack space occupied by sample tokens, from 0.0 to 1.0."""
         return float(self.lengths.sum()) / (self.pack_count * self.pack_max_length)
 
     @property
@@ -109,7 +109,7 @@ class PackPlan:
 
     @property
     def step_imbalance(self) -> float:
-        """Ratio of the highest rank token count to the mean over all ranks, minus 1, in the most imbalanced step."""
+        """Ratio of the highest to the mean token count of the ranks, minus 1, in the most imbalanced step."""
         return max(_above_mean(of_ranks) for of_ranks in self.tokens.T)
 
     def pack_tokens(self, pack: list[int]) -> int:
@@ -137,8 +137,8 @@ def plan_packs(
 ) -> PackPlan:
     """Plan the packs of a batch for all ranks. In each step, every rank has the same number of packs.
 
-    1. Samples or groups are distributed across the ranks, with costs balanced by the Karmarkar-Karp algorithm and a
-    refinement. The number of samples (or groups) per rank differs by at most one.
+    1. The Karmarkar-Karp algorithm, followed by a refinement, distributes samples or groups across the ranks so that
+    costs are balanced. The number of samples (or groups) per rank differs by at most one.
     2. Each rank's samples are distributed across the optimizer steps, with token totals as equal as possible. Each
     rank's steps are sorted by token count, heaviest first, so that heavy steps run at the same time on all ranks.
     3. The samples of each rank in each step are packed with the best-fit-decreasing heuristic. If a rank has more packs
@@ -147,7 +147,7 @@ def plan_packs(
        are sorted by token count, heaviest first.
 
     Args:
-        seqlens: token count of each sample, of shape `(n,)`. n may be 0.
+        seqlens: token count of each sample, as an array of shape `(n,)`; n may be 0.
         dp_size: number of ranks.
         optimizer_steps: exact number of optimizer steps.
         pack_max_length: maximum number of tokens per pack.
@@ -158,7 +158,7 @@ def plan_packs(
         overlong: how to treat samples longer than `pack_max_length`. "error" raises an error, "truncate" shortens the
             samples to `pack_max_length`, and "drop" omits them. The plan lists truncated and dropped samples.
         cost: quantity to balance across the ranks; see `get_costs`. None: tokens.
-        even_steps: whether to balance the token totals of each rank's steps. Balancing can add a lot of padding if a
+        even_steps: whether to balance token totals across each rank's steps. Balancing can add a lot of padding if a
             step has only a few packs: for example, tokens that would fill 2.1 packs need 3. If False, all samples of a
             rank are packed first, and the packs are then assigned to steps. The number of packs per step then differs
             by at most one, or by at most `packs_multiple_of`. If any rollout has several samples, steps are always
@@ -167,7 +167,7 @@ def plan_packs(
             require.
 
     Returns:
-        The plan with its statistics. The packs depend only on the arguments.
+        The plan and its statistics. The packs depend only on the arguments.
 
     Raises:
         ValueError: `seqlens` is not a one-dimensional sequence of non-negative integers, a count is below 1, `groups`
@@ -215,7 +215,7 @@ def plan_packs(
 
 
 def check_overlong(overlong: str) -> None:
-    """Raise ValueError if `overlong` is not a valid option value."""
+    """Raise ValueError if `overlong` has an invalid value."""
     if overlong not in get_args(Overlong):
         raise ValueError(f"overlong: got {overlong!r}, expected 'error', 'truncate' or 'drop'")
 
@@ -393,7 +393,7 @@ def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
     """Try to pack the items into at most `bin_count` bins, with bounded effort.
 
     Returns:
-        The filled bins, or None if the search found no packing, although one may exist.
+        The filled bins, or None if the search found no packing; one may still exist.
     """
     if count_bins_at_least(sizes, capacity) > bin_count:
         return None
@@ -429,9 +429,9 @@ def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | Non
 
 
 def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[int]:
-    """Return the items with the largest sum up to `capacity`.
+    """Return the items whose total size is as large as possible without exceeding `capacity`.
 
-    The algorithm uses tables of bits, in which bit s is set if the sizes of some items add up to s.
+    The algorithm uses bit tables, in which bit s is set if the sizes of some items add up to s.
     """
     window = (1 << (capacity + 1)) - 1
     tables = [1]

@@ -1,4 +1,4 @@
-"""Partitioning of items into k sets of nearly equal cost, by Karmarkar-Karp largest differencing and a refinement.
+"""Partition items into k sets of nearly equal cost by the Karmarkar-Karp differencing method and a refinement.
 
 References: N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982. The k-way
     form is described in R. E. Korf, "Multi-way number partitioning", IJCAI 2009.
@@ -8,11 +8,11 @@ between its largest and smallest column sums. The algorithm repeatedly merges th
 spreads, until only one partial solution is left. A merge combines the heaviest column of one solution with the lightest
 column of the other, the second heaviest with the second lightest, and so on.
 
-A column is represented by its sum, in a sorted numpy array, and by its id, which is the index of one of its items. To
-combine two columns, the algorithm points the id of one column to the id of the other. After the last merge, following
-the pointers from an item leads to its column. The cost of a merge therefore depends on k, but not on the number of
-items. Finally, the refinement moves or swaps items between the heaviest set and lighter sets until no exchange lowers
-the maximum.
+Each column is represented by its sum, stored in a sorted numpy array, and by an id, which is the index of one of its
+items. To combine two columns, the algorithm points the id of one column to the id of the other. After the last merge,
+following the pointers from an item leads to its column. The cost of a merge therefore depends on k, but not on the
+number of items. Finally, the refinement moves or swaps items between the heaviest set and lighter sets until no
+exchange lowers the maximum.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class AttentionCost:
     """Cost of a sequence with L tokens: `linear * L + quadratic * L**2`.
 
     The linear term models matrix products, whose cost per token is constant. The quadratic term models the attention of
-    each token to earlier tokens. The default ratio is common in balancing code for a hidden size of 4,096, and makes
-    the two terms equal at 24,576 tokens.
+    each token to earlier tokens. The default ratio, common in balancing code for a hidden size of 4,096, makes the two
+    terms equal at 24,576 tokens.
 
     Attributes:
         linear: cost per token.
-        quadratic: cost per pair of tokens, of which a sequence of L tokens has `L**2`.
+        quadratic: cost per token pair; a sequence of L tokens has `L**2` pairs.
     """
 
     linear: float = 24_576
@@ -68,7 +68,7 @@ class AttentionCost:
             )
 
     def __call__(self, lengths: Int64s) -> NDArray[np.float64]:
-        """Return the costs of sequences with these lengths, as an array of shape `(n,)`."""
+        """Return the cost of a sequence of each length, as an array of shape `(n,)`."""
         exact = lengths.astype(np.float64)
         return np.asarray(exact * (self.linear + self.quadratic * exact), np.float64)
 
@@ -77,10 +77,10 @@ _ATTENTION: Final = AttentionCost()
 
 
 def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
-    """Compute the cost of each sample from its length, and return the costs as integers.
+    """Compute an integer cost for each sample from its length.
 
     Args:
-        lengths: token counts, of shape `(n,)`.
+        lengths: token count of each sample, as an array of shape `(n,)`.
         cost: "tokens", "attention" (`AttentionCost` with default values), or a function that maps an array of lengths
             to an array of costs. The costs may be integers or floats. If `cost` is None, the token counts are the
             costs.
@@ -177,7 +177,7 @@ def _first_non_integer(lengths: NDArray[np.generic]) -> str:
 
 
 def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Split items into partitions of nearly equal total length, by largest differencing.
+    """Split items into partitions of nearly equal total length by the largest differencing method.
 
     Args:
         seqlen_list: length of each item, as a list or an array of shape `(n,)`.
@@ -218,7 +218,7 @@ def get_even_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
     The number of items per partition differs by at most one. There may be fewer items than partitions.
 
     Raises:
-        ValueError: an argument is invalid for `karmarkar_karp`, except that any number of items is allowed.
+        ValueError: an argument is invalid; see `karmarkar_karp`, but any number of items is allowed here.
     """
     return _padded_partitions(seqlen_list, k_partitions, equal_size=True)
 
@@ -229,7 +229,7 @@ def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
     There may be fewer items than partitions. Partitions may be empty.
 
     Raises:
-        ValueError: an argument is invalid for `karmarkar_karp`, except that any number of items is allowed.
+        ValueError: an argument is invalid; see `karmarkar_karp`, but any number of items is allowed here.
     """
     return _padded_partitions(seqlen_list, k_partitions, equal_size=False)
 
@@ -396,7 +396,7 @@ def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: 
     previous maximum, so the maximum never increases. The number of exchanges is limited to four per set.
 
     Args:
-        lengths: length of each item, of shape `(n,)`.
+        lengths: length of each item, as an array of shape `(n,)`.
         partitions: item positions in each set. A set may be empty.
         equal_size: whether the number of items in each set must stay the same.
 
@@ -442,7 +442,7 @@ class _Sets:
     def _offered(self, heaviest: int, other: int) -> Int64s:
         """Return the lengths of the items that another set can offer to the heaviest set.
 
-        If set sizes may change, a 0 is appended, which stands for a move without an item in return.
+        If set sizes may change, a 0 is appended to represent a move with no item in return.
         """
         if self._keep_sizes or self.items[heaviest].size < 2:
             return self._values[other]

@@ -1,4 +1,4 @@
-"""`tq-service bench`: benchmarks claims, puts and gets from a single client process for a few seconds."""
+"""`tq-service bench`: benchmarks claims, puts and gets for a few seconds from a single client process."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figur
 
 
 async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> list[_Figure]:
-    """Measure concurrent claims of 8-sample batches by `ranks` trainer ranks. All samples are ready at the start."""
+    """Measure `ranks` trainer ranks claiming 8-sample batches concurrently. All samples are ready at the start."""
     async with _partition(client) as partition_id:
         await client.put(partition_id, {"value": np.zeros(_CLAIM_SAMPLES, np.int8)})
         latencies: list[float] = []

@@ -53,7 +53,7 @@ def _command(
 
 
 def _ask(targets: Sequence[str], service: str, timeout: float, tls: Tls | None) -> tuple[dict[str, str], list[str]]:
-    """Query all services in parallel. Return a dict of statuses by address, and a list of errors."""
+    """Query all services in parallel. Return a dict that maps addresses to statuses, and a list of errors."""
     import grpc  # noqa: PLC0415  (not needed by --help)
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415  (not needed by --help)
 

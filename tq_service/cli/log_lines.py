@@ -56,7 +56,7 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
 
     Args:
         level: minimum level to log. The audit log ignores this level.
-        style: "text" for readable lines, or "json" for a JSON object per line.
+        style: "text" for readable lines, or "json" for one JSON object per line.
         audit_file: file to which audit entries are appended. The file is reopened after log rotation. None for stderr.
 
     Raises:

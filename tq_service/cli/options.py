@@ -65,7 +65,7 @@ def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Para
 def with_options(
     function: Callable[..., Any], options: Iterable[inspect.Parameter], call: Callable[..., None] | None = None
 ) -> Callable[..., None]:
-    """Create a command with `options` and the parameters of a function, except `client` and `**`.
+    """Create a command that accepts `options` and the function's parameters, except `client` and `**` parameters.
 
     Args:
         function: function that implements the command.
@@ -107,7 +107,7 @@ def _service_options(address_help: str = ADDRESS_HELP, timeout: float | None = N
 
 
 def _take_credentials(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the TLS and token options from `values`, and return the client arguments `token` and `tls`."""
+    """Remove the TLS and token options from `values`, and return them as the client arguments `token` and `tls`."""
     files = {name: values.pop(f"tls_{name}", None) for name in _TLS_FILES}
     given = {"token": values.pop("token_file", None), "tls": None}
     if any(files.values()):
@@ -236,7 +236,7 @@ def open_client(address: str | None, timeout: float, **credentials: Any) -> Iter
 
 
 def probed_address(address: str | None) -> str:
-    """Return `address` if set, or else localhost with the port from TQ_PORT or the default port.
+    """Return `address` if it is set; otherwise, return localhost with the port from TQ_PORT or the default port.
 
     Raises:
         InvalidArgumentError: the address is invalid.
@@ -256,7 +256,7 @@ def probed_address(address: str | None) -> str:
 
 
 def _completions(ctx: typer.Context, names: Callable[[Client], Sequence[str]]) -> Sequence[str]:
-    """Return the possible completions of a name. If the service does not respond immediately, return an empty list."""
+    """Return the possible completions for a name. If the service does not respond immediately, return an empty list."""
     with contextlib.suppress(Exception):  # shell completion must not print errors
         from tq_service.client import Client  # noqa: PLC0415  (as in open_client)
 
@@ -327,7 +327,7 @@ def _json_value(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Return a console for stdout. Without a terminal, the console has `_PIPED_WIDTH` columns."""
+    """Return a console for stdout. If stdout is not a terminal, the console has `_PIPED_WIDTH` columns."""
     from rich.console import Console  # noqa: PLC0415  (not needed by --json)
 
     terminal = Console()
@@ -340,7 +340,7 @@ def table(headings: str, rows: Iterable[Sequence[object]], *, no_wrap: bool = Fa
     Args:
         headings: column headings, separated by commas. A heading that begins with ">" right-aligns its column.
         rows: cells of each row. None is shown as "-". Text is not interpreted as markup.
-        no_wrap: whether to truncate text that does not fit, rather than wrap it.
+        no_wrap: whether to truncate long text instead of wrapping it.
     """
     from rich.table import Table  # noqa: PLC0415  (not needed by --json)
     from rich.text import Text  # noqa: PLC0415  (as above)

@@ -334,7 +334,7 @@ def list_evicted(
     task: Task,
     after: Annotated[int, typer.Option(min=0, help="List only units with a serial number greater than this.")] = 0,
 ) -> Answer:
-    """List up to 1,024 units (samples, rollouts, groups) evicted by a task's claims, and show which were refilled."""
+    """List up to 1,024 units (samples, rollouts or groups) evicted by a task's claims, and show which were refilled."""
     found = client.take_evicted(partition, task, after)
     yield found
     if found.dropped_count:
@@ -379,7 +379,7 @@ def list_dead_lettered(
     client: Client,
     partition: Annotated[str | None, typer.Argument(help="List only this partition. Default: all.")] = None,
 ) -> Answer:
-    """List tasks with dead-lettered samples, and the first hundred sample indexes of each task."""
+    """List tasks with dead-lettered samples, and the indexes of each task's first hundred such samples."""
     found: list[dict[str, Any]] = [
         {
             "partition_id": each.summary.partition_id,

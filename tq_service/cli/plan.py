@@ -144,7 +144,7 @@ class Shape:
         n_samples_per_prompt: number of consecutive samples per group. All samples of a group are assigned to the same
             rank.
         tokens_per_rank: token budget per rank for `token_budget`.
-        overlong: handling of samples that are longer than a pack.
+        overlong: how to handle samples that are longer than a pack.
     """
 
     dp_size: int
@@ -182,7 +182,7 @@ def preview_samplers(lengths: Int64s, shape: Shape) -> list[Preview]:
     """Plan all samples as a single batch with each sampler. Only `token_budget` may need several batches.
 
     Raises:
-        ValueError: a sample or group exceeds the maximum length of a sampler.
+        ValueError: a sample or group is longer than a sampler allows.
     """
     packed = partial(
         PackedSampler,

@@ -164,7 +164,7 @@ def restore(
         bool, typer.Option("--replace", help="Clear all existing partitions before restoring the checkpoint.")
     ] = False,
 ) -> Answer:
-    """Restore a checkpoint into a service without partitions, or replace all existing partitions with --replace.
+    """Restore a checkpoint into a service without partitions or, with --replace, in place of all existing partitions.
 
     The service first verifies the entire checkpoint, then restores it atomically.
     """

@@ -280,7 +280,7 @@ def terminal_width() -> int:
 def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, list[Block]]:
     """Return the column titles as one line, and one block per partition, sorted by partition name.
 
-    A Partitions that do not exist yet are included if calls are waiting for them.
+    Partitions that do not exist yet are included if calls are waiting for them.
     """
     width = max(_LEAST_WIDTH, width or terminal_width())
     waits: dict[str, list[PartitionWait]] = {}

@@ -82,7 +82,7 @@ def new(
 
 @verb(TOKEN, "revoke", timeout=None)
 def revoke(name: Annotated[str, typer.Argument(help="Name of the token.")], file: File = None) -> Answer:
-    """Remove a token from the token file; within a second, a running service rejects the token."""
+    """Remove a token from the token file; a running service rejects the token within a second."""
     from tq_service.server.credential_files import remove_token  # noqa: PLC0415  (not needed by --help)
 
     path = _given_file(file)

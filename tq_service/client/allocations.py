@@ -26,7 +26,7 @@ _LAYOUTS: Final = (None, Layout.AUTO)
 
 
 def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[str, ArrayLike]) -> list[ColumnShape]:
-    """Return the shapes of the columns of numeric fields, with `row_count` rows each.
+    """Return the column shapes of numeric fields for `row_count` rows.
 
     Args:
         fields: the fields. Each field must have a dtype and a row shape.
@@ -102,7 +102,7 @@ class Allocation:
         ]
 
     def holds(self, columns: Sequence[SourceColumn]) -> bool:
-        """Return whether these columns are exactly the columns of the allocation, stored in its memory."""
+        """Return whether these are exactly the allocation's columns and are stored in its memory."""
         return len(columns) == len(self._shapes) and all(
             column.spec == shape.spec
             and column.row_count == shape.row_count

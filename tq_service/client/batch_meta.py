@@ -261,11 +261,11 @@ class SampleColumn:
     `BatchMeta`.
 
     Attributes:
-        message_field: name of the message field that contains the column, and also of the property that returns one
-            value per sample. Empty if there is no such field.
+        message_field: name of the message field that contains the column, and of the property that returns one value
+            per sample. Empty if there is no such field.
         blank: value used in place of a missing value.
-        is_of_sample: whether the value belongs to the sample and is set by writes. If False, the value is what a task
-            records about the sample.
+        is_of_sample: whether the value belongs to the sample and is set by writes. If False, the value describes the
+            sample's state for a task.
     """
 
     message_field: str = ""
@@ -357,7 +357,7 @@ class BatchMeta:
         fields: specs of the batch's fields. The result of a claim has the requested fields, and the result of a put has
             the written fields. The results of `lookup_samples` and `put(return_meta="all")` have every field that at
             least one sample has.
-        steps: the optimizer steps and packs in which to use the samples. Plain micro-batches form a single step.
+        steps: the optimizer steps and packs that use the samples. Plain micro-batches form a single step.
         totals: for a rank's batch, each step's sums of the `totals` columns over all ranks; all ranks receive the same
             sums. For a loader's micro-batch, the sums for its step. Otherwise ().
         end: number of samples per outcome if the status is "end", or None otherwise.
@@ -365,7 +365,7 @@ class BatchMeta:
         claim_id: id of the queue worker's claim, used by `ack`, `extend` and `release`, or empty if the batch is not
             from a queue worker's claim.
         task_name: the task that claimed the batch, or empty if the batch was not claimed.
-        lease_seconds: remaining lease in seconds when the service responded, or None if the samples are not leased.
+        lease_seconds: seconds remaining on the lease when the service responded, or None if the samples are not leased.
         delivery_counts: for leased samples, the number of times that each sample was delivered to the task, including
             this delivery.
         consumption: for a lookup with a task, each sample's state for that task, as a uint8 array `(size,)` of
@@ -468,7 +468,7 @@ class BatchMeta:
 
     @property
     def leased_claim(self) -> pb.LeasedClaim | None:
-        """The leased claim to which the samples belong, or None if they do not belong to a single leased claim."""
+        """The single leased claim to which the samples belong, or None if there is no such claim."""
         if self.lease_seconds is None or not self.claim_id:
             return None
         return pb.LeasedClaim(task_name=self.task_name, claim_request_id=self.claim_id)
@@ -550,8 +550,8 @@ class BatchMeta:
         """For each field, a bool array `(size,)` that marks samples that had the field at the time of the call.
 
         The arrays are available for claimed batches, whose samples have all fields, and for results of `lookup_samples`
-        and `put(return_meta="all")`. Batches selected or concatenated from these also have them. Fields without an
-        array, such as fields just written by a put, are omitted.
+        and `put(return_meta="all")`. Batches selected or concatenated from such batches also have the arrays. Fields
+        without an array, such as fields just written by a put, are omitted.
         """
         if self.produced_columns:
             return dict(zip(self.data_fields, self.produced_columns, strict=True))
@@ -645,8 +645,8 @@ class BatchMeta:
         replacement.
 
         Raises:
-            InvalidArgumentError: there are no parts, the parts have different partitions, incarnations, epochs or
-                fields, or a part does not have the status "batch".
+            InvalidArgumentError: there are no parts, the parts differ in partitions, incarnations, epochs or fields, or
+                a part does not have the status "batch".
         """
         if not parts:
             raise InvalidArgumentError("parts is empty; expected at least one batch", field="parts")
@@ -793,7 +793,7 @@ def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 
 def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
-    """Merge the fields of several batches, and return them with the samples that have each field, if known.
+    """Merge the fields of several batches. Return them and, if known, which samples have each field.
 
     If every batch records which samples have each field, all fields of all batches are included. Otherwise, only fields
     common to all batches are included.

@@ -4,8 +4,8 @@
          -> the stream breaks: UNAVAILABLE, so that the caller retries with the same request id
          -> the stream is refused: `RefusedError`, so that the caller makes a separate call at once
 
-A If a call is cancelled or reaches its deadline before it has been sent, it is dropped. After that, it is cancelled at
-the service. A stream ends after a few seconds without calls.
+A call that is cancelled or reaches its deadline is dropped if it has not been sent, and otherwise cancelled at the
+service. A stream ends after a few seconds without calls.
 """
 
 from __future__ import annotations

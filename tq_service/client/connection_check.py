@@ -1,7 +1,7 @@
 """Diagnoses unreachable addresses, because gRPC reports only the failure of the last address that it tried.
 
-For example, "localhost" has two addresses, ::1 and 127.0.0.1. If only the service at the second address is running, and
-it uses TLS while the client does not, gRPC reports "connection refused" for ::1, which it tried last.
+For example, "localhost" has two addresses, ::1 and 127.0.0.1. If a service runs only at 127.0.0.1 and uses TLS but the
+client does not, gRPC reports "connection refused" for ::1, which it tried last.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SETTINGS_FRAME: Final = 4
 
 
 def find_fault(address: str, tls: Tls | None) -> str | None:
-    """Diagnose the first address that accepts connections, and return the fault found there.
+    """Diagnose the first address that accepts connections, and return the problem found.
 
-    Return None if no address accepts connections, or if there is no fault.
+    Return None if no address accepts connections, or if no problem is found.
 
     Call this function in a thread, because it takes up to two seconds for each address of the host name.
 

@@ -1,8 +1,8 @@
 """Combines small puts from one client into a single call.
 
-Puts that can be combined are added to the same line. If fewer than two calls of a line are in flight, the caller of a
-new put sends it immediately. Otherwise, the put waits, and is sent with all other waiting puts in the next call. This
-scheme needs no timer.
+Puts that can be combined wait in the same queue, called a line. If fewer than two calls of a line are in flight, the
+caller of a new put sends the put immediately. Otherwise, the put waits, and is sent with all other waiting puts in the
+next call. This scheme needs no timer.
 
     waiting -- the leading caller takes it and sends a batch --> sent -- answered --> each caller gets its part
                                                                       | refused: nothing was written
@@ -13,9 +13,9 @@ Each batch is led by one of the callers, which sends the batch with its own dead
 cancelled before the outcome is known, another caller becomes the leader. The new leader resends identical bytes with
 the original request id.
 
-Puts in a line never wait for capacity at the service, because a waiting put would delay the other puts in the line. If
-capacity is lacking, the service rejects the batch. Each put is then sent separately, and waits for capacity at the
-service.
+Combined puts never wait for the service to have capacity, because one waiting put would delay the other puts in the
+line. If capacity is lacking, the service rejects the batch. Each put is then sent separately, and waits until the
+service has capacity.
 
 The sync and async clients share this module. Each `Lines` object belongs to one event loop or process, and has its own
 lock. The lock is never held during a wait, and is never used by a forked child.
@@ -52,7 +52,7 @@ from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import INLINE_BYTES, SourceColumn, is_on_host, put_header, stacked
 
 MOST_ROWS: Final = 256
-"""Maximum number of rows in a batch. A batch also contains at most `INLINE_BYTES` of values."""
+"""Maximum number of rows in a batch. The values in a batch take up at most `INLINE_BYTES` bytes."""
 
 _MOST_UNDER_WAY: Final = 2
 
@@ -62,7 +62,7 @@ _NOT_LOOKED_UP: Final = (LimitExceededError, DiskFullError, UnauthenticatedError
 
 
 def seconds_without_capacity(refusal: TqError) -> float | None:
-    """Return how many seconds capacity may be lacking, or None if the put was rejected for another reason."""
+    """Return for how many seconds capacity may be lacking, or None if the put was rejected for another reason."""
     if not isinstance(refusal, ResourceExhaustedError) or isinstance(refusal, _NOT_LOOKED_UP):
         return None
     return refusal.retry_after_seconds
@@ -73,7 +73,7 @@ class Put:
     """The put made by a single call.
 
     Attributes:
-        kind: the response type, which determines the RPC, either Commit (sent as part of a put if there are columns) or
+        kind: the response type, which determines the RPC: Commit (sent as part of a put if there are columns) or
             Insert.
         columns: columns of new or existing samples, or empty if the put contains only metadata.
         write: the samples to write.
@@ -195,7 +195,7 @@ class Member:
         deadline: the caller's deadline.
         signal: an `AsyncSignal` or `Signal` that wakes the caller.
         line: the line that contains the put.
-        leads: whether the caller is sending the batch or is about to send it.
+        leads: whether the caller is sending the batch or is about to do so.
         batch: the batch that contains the put, or None while the put is waiting.
         start: position of the put's first row in the batch.
     """
@@ -309,7 +309,7 @@ class Lines:
         return member
 
     def take(self, leader: Member) -> Batch:
-        """Return the batch that the leader must send: an abandoned batch, or a new batch of waiting puts."""
+        """Return the batch that the leader must send: an abandoned batch, or a new one that contains waiting puts."""
         with self._lock:
             if leader.batch is not None:
                 leader.batch.may_be_made = True
@@ -367,8 +367,8 @@ class Lines:
     def await_gathered(self, signal: Any) -> None:
         """Set a signal as soon as no caller is waiting for a gathered put, possibly immediately.
 
-        If a line has unsent puts, the signal is not set until the line's puts in flight have also ended, because their
-        responses may arrive last.
+        If a line has unsent puts, the signal also waits for the line's puts in flight, because their responses may
+        arrive last.
         """
         with self._lock:
             lines = [line for line in self._lines.values() if line.waiting]

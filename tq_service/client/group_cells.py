@@ -36,7 +36,7 @@ class SharedRows:
 
     Attributes:
         names: names of the group-scope fields.
-        first: index of the first sample of each distinct row, in order; an array of shape `(m,)`.
+        first: index of the first sample that uses each distinct row, in order; an array of shape `(m,)`.
         order: number of the distinct row that each sample uses; an array of shape `(n,)`.
     """
 
@@ -75,7 +75,7 @@ class SharedRows:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether each sample has its own row, with the rows in the same order as the samples."""
+        """Whether each sample has its own row, and the rows are in the same order as the samples."""
         return self.order.size == self.first.size and bool((self.order == np.arange(self.order.size)).all())
 
     def expanded(self, data: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Heartbeats: periodic calls of a method, in an asyncio task or a thread, for as long as the method's object exists.
+"""Heartbeats: periodic calls to a method, in an asyncio task or a thread, for as long as the method's object exists.
 
 A heartbeat does not keep the object alive. If it did, the heartbeat of a failed worker would continue to extend leases.
 """

@@ -32,7 +32,7 @@ class Landing:
 
     Attributes:
         device: device for fields that are not in `out`, or None for the CPU.
-        out: a dict of the caller's tensors to fill, by field.
+        out: a dict that maps fields to the caller's tensors to fill.
     """
 
     device: torch.device | None

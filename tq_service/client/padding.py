@@ -98,10 +98,10 @@ class Padding:
 
     Attributes:
         fields: names of the fields to pad. If None, all jagged fields that have one ragged dimension are padded.
-        value: fill value, or a dict of fill values by field.
-        length: row length, or a dict of row lengths by field. If None, each field is padded to the length of its
-            longest row.
-        side: side on which rows are padded.
+        value: fill value, or a dict that maps fields to fill values.
+        length: row length, or a dict that maps fields to row lengths. If None, each field is padded to the length of
+            its longest row.
+        side: side of the row that is padded, "right" or "left".
         mask: whether to also return masks.
         truncate: whether to truncate rows longer than `length` to their first `length` items.
     """
@@ -190,7 +190,7 @@ class Padding:
         return spec.layout is Layout.JAGGED and _ragged_dim(spec) is not None
 
     def heads(self, specs: Sequence[FieldSpec], sliced: Sequence[str]) -> dict[str, int]:
-        """Return a dict that maps each field to the length to which storage services truncate its rows."""
+        """Return a dict that maps each field that storage services truncate to its maximum row length."""
         return {
             spec.name: length
             for spec in specs
@@ -232,7 +232,7 @@ def mask_name(name: str) -> str:
 
 
 def _ragged_dim(spec: FieldSpec) -> int | None:
-    """Return the row dimension to pad, or None if there is not exactly one such dimension."""
+    """Return the row dimension to pad, or None if the rows cannot be padded in exactly one dimension."""
     if spec.row_shape is None:
         return 0 if spec.layout is not Layout.OBJECT else None
     dims = with_ragged_dim(spec).ragged_dims
@@ -306,7 +306,7 @@ class PaddedColumn:
         return BLOCKS.take(self._row_count * int(np.prod(shape, dtype=np.int64)) * spec.itemsize, self._device)
 
     def _places(self, spec: FieldSpec, dim: int, lengths: Indexes, positions: Indexes) -> tuple[Indexes, Indexes]:
-        """Return the starts and sizes of the contiguous pieces of rows in the buffer, in bytes."""
+        """Return the start and size, in bytes, of each contiguous piece of a row in the buffer."""
         outer = int(np.prod(self._shape[:dim], dtype=np.int64))
         item_bytes = int(np.prod(self._shape[dim + 1 :], dtype=np.int64)) * spec.itemsize
         width = self._shape[dim] * item_bytes

@@ -115,7 +115,7 @@ class FormOfFields:
     Attributes:
         slices: the slices, including slices that implement `truncate`. If None, full rows of all fields are fetched.
         padding: padding options, or None for no padding.
-        cut: specs of the fields as they are received, by name.
+        cut: specs of the fields as they are received, keyed by name.
         result: specs of the fields in the result, as far as known before the read.
         padded: names of the padded fields, as far as known before the read.
     """
@@ -128,7 +128,7 @@ class FormOfFields:
 
     @property
     def cuts(self) -> Mapping[str, RowCut]:
-        """A dict of the requested slices by field."""
+        """A dict that maps fields to their requested slices."""
         return {} if self.slices is None else self.slices.cuts
 
     @property
@@ -203,14 +203,14 @@ def with_shares(
     *,
     positions: bool,
 ) -> dict[str, Any]:
-    """Extend `get_data` arguments so that fields are sliced to the share of a context-parallel rank.
+    """Extend `get_data` arguments so that fields are sliced to a context-parallel rank's share.
 
     Args:
         options: the arguments to extend.
         data_fields: names of the fetched fields.
         cp_fields: names of the fields that are split among the ranks.
         share: slice that selects the rank's share.
-        fill: fill value of the shares, or a dict of fill values by field.
+        fill: fill value of the shares, or a dict that maps fields to fill values.
         positions: whether to add a field that contains the positions of the items in the share.
 
     Raises:
@@ -244,8 +244,8 @@ class PaddedRead:
         row_count: number of rows in the result.
         device: device to which padded columns are copied, or None for the CPU.
         specs: specs of the fields, as far as known before the read.
-        columns: a dict of the columns that are padded during the transfer, by field.
-        parts: a dict of the received parts of `columns`, by field.
+        columns: a dict that maps fields to the columns that are padded during the transfer.
+        parts: a dict that maps fields to the received parts of `columns`.
     """
 
     padding: Padding
@@ -287,7 +287,7 @@ class PaddedRead:
 
 @dataclass(frozen=True, slots=True)
 class _RowsOfRead:
-    """The placement of the rows in one response. Implements `RowPlacement`."""
+    """The placement of one response's rows. Implements `RowPlacement`."""
 
     columns: Mapping[str, PaddedColumn]
     positions: Indexes

@@ -1,4 +1,4 @@
-"""Plans the reads of a batch from storage services, merges the responses into one batch, and reports lost samples.
+"""Plans how to read a batch from storage services, merges the responses into one batch, and reports lost samples.
 
 Callers receive tensors, nested tensors and lists that share memory with the received bytes.
 """
@@ -73,7 +73,7 @@ class StorageRead:
         request: the request for the cells.
         owners: the sample of each row, as an array of shape `(n,)`. If several samples share a row, this is the first
             of them. If None, each row belongs to the sample at its position.
-        order: if samples share rows, the row of each sample in the batch, or None otherwise.
+        order: if samples share rows, the row of each sample in the batch; otherwise None.
     """
 
     storage: StorageRef
@@ -89,11 +89,11 @@ class StorageRead:
 
     @property
     def samples(self) -> Indexes:
-        """For each row, the sample to which the row belongs, as an array of shape `(n,)`."""
+        """The sample that owns each row, as an array of shape `(n,)`."""
         return self.positions if self.owners is None else self.owners
 
     def samples_of(self, rows: NDArray[np.bool_] | slice = slice(None)) -> Indexes:
-        """Return the samples to which at least one of these rows belongs, in ascending order."""
+        """Return the samples that own at least one of these rows, in ascending order."""
         if self.order is None:
             return np.unique(self.samples[rows])
         return np.flatnonzero(np.isin(self.order, self.positions[rows]))
@@ -126,8 +126,8 @@ def plan_reads(
     Args:
         locations: locations of the cells.
         data_fields: names of the fields.
-        cuts: a dict of the requested part of each row, by field. Cells with extents in several storage services are
-            read in full, because no single service can determine the cell's total length.
+        cuts: a dict that maps fields to the requested part of each row. Cells with extents in several storage services
+            are read in full, because no single service can determine the cell's total length.
         joined: other fields whose extents the storage service should join. A storage service can join a cell's extents
             only if it stores all of them.
     """
@@ -386,7 +386,7 @@ def take_rows(received: Received, order: Indexes) -> Received:
 
 
 def empty_columns(specs: Sequence[FieldSpec]) -> list[Received]:
-    """Return columns without rows, with these specs.
+    """Return empty columns with these specs.
 
     A field without a dtype, layout and row shape becomes a column of dense float32 scalars.
     """
@@ -470,8 +470,8 @@ class RowPattern:
         offsets: row boundaries, as a tensor of shape `(n + 1,)` that is shared by all nested tensors with this pattern.
         bounds: the row boundaries in host memory.
         min_length: length of the shortest row, or 0 if there are no rows.
-        max_length: length of the longest row, or 0 if there are no rows. Without this length, torch would pad the rows
-            of a nested tensor to the size of dimension 0 of its values.
+        max_length: length of the longest row, or 0 if there are no rows. Without this length, torch would pad a nested
+            tensor's rows to the size of its values in dimension 0.
     """
 
     offsets: torch.Tensor
@@ -504,7 +504,7 @@ class RowPattern:
         """Return the pattern of rows that have these lengths.
 
         Args:
-            lengths: lengths of the rows, as an array of shape `(n,)`.
+            lengths: row lengths, as an array of shape `(n,)`.
             dtype: dtype of the offsets. Defaults to int64.
             beside: a tensor whose device is used for the offsets. Defaults to the CPU.
         """

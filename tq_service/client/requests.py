@@ -221,7 +221,7 @@ def listed(name: str, values: Any) -> list[Any]:
 
 
 def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None, Sequence[Any] | Indexes]:
-    """Return the only keyword that is not None, and its names. A batch counts as a list of global indexes."""
+    """Return the only keyword with a value, and its list of names. A batch counts as a list of global indexes."""
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise InvalidArgumentError(
@@ -304,7 +304,7 @@ def with_short_forms(
 
 
 class ClaimOptions(TypedDict, total=False):
-    """Type of a dict of options for several `Client.claim` calls, excluding `batch_count` and `timeout`.
+    """Type of a dict that holds the options of several `Client.claim` calls, except `batch_count` and `timeout`.
 
         options: tq.types.ClaimOptions = {"batch_size": 8, "dp_rank": 0, "dp_size": 4}
         data, batch = client.get_batch("train", "update_actor", ["input_ids"], **options | {"batch_index": 0})
@@ -423,8 +423,8 @@ def name_and_options(
     """Return the name and options of a sampler passed by name or as an object.
 
     If the sampler is an object, options with default values are omitted. As a result, ranks that pass an object and
-    ranks that pass a name with options send identical requests. In addition, an older service need not support options
-    that are not used.
+    ranks that pass a name with options send identical requests. In addition, an older service only needs to support the
+    options that are used.
 
     Raises:
         InvalidArgumentError: `sampler` is neither a name nor a sampler, or `sampler` is an object and `sampler_config`
@@ -750,7 +750,7 @@ class Write:
 
     @property
     def claim(self) -> metadata_pb2.LeasedClaim | None:
-        """The leased claim that the service checks before the write, or None if there is no check."""
+        """The leased claim that the service checks before the write, or None if the write is not checked."""
         return self.metadata.leased_claim if self.metadata is not None and self.fenced else None
 
 
@@ -884,7 +884,7 @@ def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None
 
 
 def meta_columns_of(custom_meta: MetaGiven, row_count: int | None) -> tuple[list[MetaColumn], int | None]:
-    """Convert custom_meta to columns. Return the columns and the number of samples, or None without columns.
+    """Convert custom_meta to columns. Return the columns and the number of samples, or None if there are no columns.
 
     Raises:
         InvalidArgumentError: a value is not a JSON value, columns differ in length, or `row_count` is set and differs

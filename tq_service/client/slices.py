@@ -44,10 +44,10 @@ class RowSlice:
         chunks: indexes of the chunks to fetch, which are concatenated in order. Each row is split into `chunk_count`
             chunks of equal length. The last chunks may be shorter or empty.
         chunk_count: number of chunks per row, used with `chunks`.
-        align: alignment of chunk lengths, which are rounded up to a multiple of this number.
+        align: chunk lengths are rounded up to a multiple of this number.
         layers: `(start, stop)` in the second dimension, whose size must be the same in all rows.
-        fill: value with which short chunks are filled, so that the shares of all ranks are equally long. Requires
-            `chunks`. If None, chunks are not filled.
+        fill: value that fills up short chunks, so that the shares of all ranks are equally long. Requires `chunks`. If
+            None, chunks are not filled.
         positions: name of an additional int64 column that contains the position of each fetched or filled item in its
             row. If empty, no such column is added.
 
@@ -92,7 +92,7 @@ class RowSlice:
             cp_rank: rank in the context-parallel group.
             cp_size: number of ranks in the group.
             layout: "contiguous" assigns chunk i of `cp_size` chunks to rank i. "zigzag" assigns chunks i and `2 *
-                cp_size - 1 - i` of `2 * cp_size` chunks to rank i, which balances the work of causal attention.
+                cp_size - 1 - i` of `2 * cp_size` chunks to rank i. This balances the work of causal attention.
             align: see `RowSlice.align`.
             fill: see `RowSlice.fill`.
             positions: see `RowSlice.positions`.
@@ -124,9 +124,9 @@ class Slices:
     """The slices requested by one call.
 
     Attributes:
-        given: a dict of the slices passed to the call, by field.
-        cuts: a dict of the slices in the form sent to storage services, by field. Fields with the same `RowSlice` share
-            a cut.
+        given: a dict that maps fields to the slices passed to the call.
+        cuts: a dict that maps fields to the slices in the form sent to storage services. Fields with the same
+            `RowSlice` share a cut.
     """
 
     given: Mapping[str, RowSlice]

@@ -137,7 +137,7 @@ _LONGEST_TRY_SECONDS: Final = 1e9  # gRPC treats a deadline that overflows 64 bi
 LONGEST_PAUSE_SECONDS: Final = 0.5
 _REFUSED_SECONDS: Final = 10.0
 LONGEST_CLUSTER_PAUSE_SECONDS: Final = 0.2
-"""This pause is shorter than for a single controller, because finding the leader may take up to three attempts."""
+"""This pause is shorter than that for a single controller, because finding the leader may take up to three attempts."""
 
 _GRPC_MESSAGE: Final = "grpc_message"
 _FINDING: Final = "finding"
@@ -152,7 +152,7 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout: float) -> Deadline:
-        """Return the deadline `timeout` seconds from now."""
+        """Return a deadline `timeout` seconds from now."""
         return cls(time.monotonic() + timeout, timeout)
 
     def remaining(self) -> float:
@@ -267,8 +267,7 @@ class Outage:
         tls: TLS settings, or None for plaintext.
 
     Attributes:
-        finding: fault of the service at the address, if the client diagnosed a fault that gRPC does not report;
-            otherwise None.
+        finding: the problem found at the address if gRPC does not report that problem; otherwise None.
     """
 
     def __init__(self, address: str, tls: Tls | None = None) -> None:
@@ -362,7 +361,7 @@ class WaitReports:
         return self.seconds_left() <= seconds + _TOLERANCE_SECONDS
 
     def lasts_after(self, seconds: float) -> bool:
-        """Return whether the wait will be long enough to be explained once `seconds` more seconds have passed."""
+        """Return whether, in `seconds` seconds, the wait will be long enough to be explained."""
         return self.waited_seconds + seconds >= _FIRST_REPORT_SECONDS - _TOLERANCE_SECONDS
 
     def made(self) -> None:
@@ -372,7 +371,7 @@ class WaitReports:
 
 _MOST_VALUES: Final = 128  # examining and encoding this many values takes about as long as starting a thread
 HEAVY: Final = range(_MOST_VALUES)
-"""An input with which `async_unless_light` always runs the work in a thread."""
+"""An input that makes `async_unless_light` always run the work in a thread."""
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
 _BYTES_A_VALUE: Final = 4096  # copying this many bytes takes about as long as processing one value
 

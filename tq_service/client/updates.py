@@ -29,9 +29,8 @@ class PartitionUpdate:
         cleared: whether to drop all known state of this incarnation, because the incarnation was cleared or will be
             sent again in full. If True, no other attribute is set.
         summary: summary of the partition, or None if the summary has not changed since the previous update.
-        samples: samples that were inserted or written to, or None if no samples changed. As returned by
-            `lookup_samples`, they have keys, groups, all custom_meta, `fields` and `produced`. To read the data, pass
-            the batch to `get_data`.
+        samples: samples that were inserted or changed, or None if there are none. As returned by `lookup_samples`, they
+            have keys, groups, all custom_meta, `fields` and `produced`. To read the data, pass the batch to `get_data`.
         cleared_indexes: global indexes of the removed samples, as an array of shape `(n,)`.
         cleared_keys: `n` keys of the removed samples, with None for a sample without a key. Empty if no removed sample
             had a key.
@@ -68,13 +67,12 @@ class WatchUpdate:
     """An update returned by a watch.
 
     Attributes:
-        partitions: changed partitions, in the order in which to apply the changes. Empty in a periodic update without
-            changes.
+        partitions: changed partitions; apply the changes in this order. Empty in a periodic update without changes.
         revision: revision from which a watch can resume. All changes up to this revision have been yielded. None if
             more parts of this update follow.
-        is_reset: whether to drop all known state before applying the update. This update and the following ones, up to
-            the next update with a revision, form the complete state. The attribute is True for the first update of a
-            watch without a start revision, and after missed changes.
+        is_reset: whether to drop all known state before applying the update. This update and the following updates, up
+            to the next one with a revision, together form the complete state. The attribute is True for the first
+            update of a watch without a start revision, and after missed changes.
     """
 
     partitions: tuple[PartitionUpdate, ...]

@@ -1,1 +1,1 @@
-"""Controller clusters, with a replicated log in etcd, leader election, and progress reports from standbys."""
+"""Controller clusters: a replicated log in etcd, leader election, and progress reports from standbys."""

@@ -68,7 +68,7 @@ class Leader:
     Attributes:
         address: address at which clients reach the leader.
         member_id: id of the leader.
-        epoch: number of the leader's term, which is higher than the epochs of all earlier leaders.
+        epoch: number of the leader's term, which is higher than that of every earlier leader.
     """
 
     address: str
@@ -86,7 +86,7 @@ class Lease:
 
     Attributes:
         id: id that etcd assigned to the lease.
-        epoch: this controller's epoch as the leader, which each write to the log checks, or 0 before the election.
+        epoch: epoch of this controller's leadership, checked by each write to the log, or 0 before the election.
         is_over: whether the lease has expired or has been closed.
         held_until: monotonic time until which the lease cannot expire, extended by each response from etcd.
 
@@ -111,7 +111,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the lease is certain to be valid. The monotonic clock keeps running while the process is paused."""
+        """Whether the lease is certainly still valid. The monotonic clock keeps running while the process is paused."""
         return time.monotonic() < self.held_until
 
     def _keep_alive(self) -> None:

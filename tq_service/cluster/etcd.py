@@ -39,7 +39,7 @@ class Position(NamedTuple):
     Attributes:
         number: number of the last record before the position; 0 at the beginning of the log.
         epoch: epoch of the leader that wrote this record.
-        chain: checksum of all records up to the position, by which diverged logs can be told apart.
+        chain: checksum of all records up to the position, used to tell diverged logs apart.
     """
 
     number: int
@@ -89,11 +89,11 @@ class ClusterKeys:
         return self.log + b"%016x/%04x" % (first, piece)
 
     def batches_from(self, first: int) -> bytes:
-        """Return the lower bound of the keys of batches that start at or after record `first`."""
+        """Return the lower bound for the keys of batches that start at record `first` or later."""
         return self.log + b"%016x" % first
 
     def first_of(self, key: bytes) -> int:
-        """Return the number of the first record in a batch, given the key of any of the batch's chunks."""
+        """Return the number of a batch's first record, given the key of any chunk in the batch."""
         return int(key[len(self.log) :].partition(b"/")[0], 16)
 
 
@@ -134,7 +134,7 @@ class Etcd:
         members: addresses of the members in the form "host:port".
         tls: TLS settings. None for plaintext.
         user: name of an etcd user, or None to connect without authentication.
-        password_file: path of the password file, which is read each time a token is requested.
+        password_file: path of the file that contains the user's password, which is read for each token request.
 
     Raises:
         InvalidArgumentError: a file in the settings cannot be read.
@@ -172,7 +172,10 @@ class Etcd:
         return self.members[self._at % len(self.members)]
 
     def _next_member(self, failed: str) -> None:
-        """Switch to the next member unless another thread has done so. Reopen channels if certificates have changed."""
+        """Switch to the next member unless another thread has already switched.
+
+        Reopen channels if certificates have changed.
+        """
         with self._lock:
             if self._member() == failed:
                 self._at += 1
@@ -183,7 +186,7 @@ class Etcd:
                 self._channels.clear()
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the call metadata that authenticates the user, and request a token if necessary."""
+        """Return the call metadata that authenticates the user, requesting a token if necessary."""
         if self._user is None:
             return ()
         if self._token is None:
@@ -263,7 +266,7 @@ class Etcd:
         return answer.kvs[0] if answer.kvs else None
 
     def get_all(self, prefix: bytes, seconds: float = 10.0) -> list[pb.EtcdKeyValue]:
-        """Return the entries of all keys with a prefix. Use this method only for prefixes that few keys share."""
+        """Return the entries of all keys with a prefix. Use this method only if few keys have the prefix."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=prefix, range_end=after(prefix)), seconds)
         return list(answer.kvs)
 

@@ -85,7 +85,7 @@ class Batch:
 
         Raises:
             NewerVersionError: the chunks have an unknown format.
-            JournalDamagedError: the batch differs from the written batch.
+            JournalDamagedError: the chunks are not those that were written for this batch.
         """
         header, body = _header_of(first, pieces[0]), b"".join(pieces)[_HEADER.size :]
         if header.first != first or len(body) != header.body_bytes:
@@ -159,7 +159,7 @@ class EtcdBackend:
         etcd: connection to etcd, closed by the caller.
         keys: etcd keys of the controller cluster.
         member_id: id of this controller.
-        directory: directory that contains the file with the last position seen by this controller.
+        directory: directory of the file that stores the last position seen by this controller.
         accept_loss: whether to continue if etcd has lost records; if false, `read` raises an error.
 
     Attributes:
@@ -196,7 +196,7 @@ class EtcdBackend:
         return BEGINNING if found is None else Position.decode(found.value)
 
     def first_key(self, number: int) -> int:
-        """Return the number of the first record in the batch with record `number`, or 0 if there is no such batch."""
+        """Return the number of the first record in the batch that contains record `number`, or 0 if there is none."""
         request = pb.EtcdRangeRequest(
             key=self._keys.log,
             range_end=self._keys.batches_from(number + 1),
@@ -212,7 +212,7 @@ class EtcdBackend:
 
         Raises:
             PreconditionError: the record has been truncated.
-            JournalDamagedError: a batch is missing or differs from the written batch.
+            JournalDamagedError: a batch is missing or has been altered since it was written.
         """
         number = max(number, 1)
         if number > end.number:
@@ -291,7 +291,7 @@ class EtcdBackend:
         self._end = end
 
     def has_lost(self, number: int, end: Position | None = None) -> bool:
-        """Return whether etcd has lost records, so the log must continue from this controller's snapshot. Blocks.
+        """Return whether the log must continue from this controller's snapshot because etcd has lost records. Blocks.
 
         Args:
             number: number of this controller's newest snapshot.
@@ -361,7 +361,7 @@ class EtcdBackend:
                 await asyncio.sleep(_LOOK_SECONDS)
 
     def _next_batches(self, number: int) -> tuple[Position, list[Batch]]:
-        """Return the end of the log and the next batches, up to a limit. Blocks, so it must run in a thread."""
+        """Return the end of the log and a limited number of the next batches. Blocks, so it must run in a thread."""
         end = self.end()
         return end, list(islice(self.batches(number, end), _BATCHES_A_READ))
 

@@ -1,4 +1,4 @@
-"""Batches as flat columns: selecting rows, and splitting a batch into micro-batches.
+"""Represent batches as flat columns, select their rows, and split them into micro-batches.
 
 Torch supports few operations on nested tensors, and some operations convert rows of equal length to a dense tensor.
 This module operates on the underlying values and offsets, so jagged fields always stay jagged.
@@ -35,7 +35,7 @@ ProcessBatch = Callable[..., Iterable[Item]]
 
 
 class ItemOptions(Generic[Item]):
-    """Base class of dataset options that determine the item type, which lets type checkers infer the type."""
+    """Base class of dataset options that determine the item type; it lets type checkers infer that type."""
 
     __slots__ = ()
 
@@ -56,12 +56,12 @@ class JaggedColumn:
 
 
 FlatColumn = torch.Tensor | JaggedColumn | list[Any]
-"""A tensor of n rows with equal shapes, a jagged column, or a list of objects or of rows with other shapes."""
+"""A tensor of n rows of equal shape, a jagged column, or a list for objects and rows of any other shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """A batch as a mapping of columns, which has the same keys as the batch's TensorDict."""
+    """A batch as a mapping of columns, with the same keys as its TensorDict."""
 
     row_count: int
     columns: Mapping[FieldKey, FlatColumn]
@@ -191,7 +191,7 @@ def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
 
 
 def object_bytes(value: Any) -> int:
-    """Return the total size of tensors, arrays, strings and PIL images in an object, including nested containers."""
+    """Return the total size of tensors, arrays, strings and PIL images in an object and its nested containers."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
@@ -206,7 +206,7 @@ def object_bytes(value: Any) -> int:
 
 
 def take_rows(data: TensorDict, positions: Sequence[int] | Positions) -> TensorDict:
-    """Return a batch with the rows at `positions`, in this order. Jagged fields stay jagged.
+    """Return a batch with the rows at `positions`, in that order. Jagged fields stay jagged.
 
     Use this function in a process_batch_fn.
     """
@@ -214,7 +214,7 @@ def take_rows(data: TensorDict, positions: Sequence[int] | Positions) -> TensorD
 
 
 def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
-    """Return a copy of the rows at `positions`, in this order. `positions` has shape `(m,)`.
+    """Return a copy of the rows at `positions`, in that order. `positions` has shape `(m,)`.
 
     Raises:
         IndexError: a position is outside the batch.
@@ -250,7 +250,7 @@ def check_positions(row_count: int, positions: Positions) -> None:
 
 
 def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:
-    """Merge adjacent row ranges, and return the result, which contains at least one (possibly empty) range."""
+    """Merge adjacent row ranges, and return at least one range, even if it is empty."""
     if not starts.size:
         return [(0, 0)]
     begins = np.append(True, starts[1:] != stops[:-1])
@@ -283,9 +283,8 @@ def split_micro_batches(
     """Yield the micro-batches of a batch, each with the meta of its samples.
 
     The plan in `meta.steps` determines the micro-batches. Each pack of each step becomes one micro-batch, so all ranks
-    have the same number of micro-batches, some of which may be empty. Each micro-batch has a meta with a single step,
-    which has a single pack. If the meta has no steps, the batch is split into micro-batches of `micro_batch_size`
-    samples.
+    have the same number of micro-batches, some of which may be empty. The meta of each micro-batch has a single step
+    with a single pack. If the meta has no steps, the batch is split into micro-batches of `micro_batch_size` samples.
 
     Args:
         data: the batch, with `meta.size` rows.
@@ -324,7 +323,7 @@ def micro_batch_count(meta: BatchMeta, micro_batch_size: int | None) -> int:
 def part_of(meta: BatchMeta, pack: Pack, step_index: int) -> BatchMeta:
     """Return the meta of a pack's samples.
 
-    The returned meta has one step, which contains only this pack, and the totals of the step that the pack came from.
+    The returned meta has one step, which contains only this pack. Its totals are those of the pack's original step.
     """
     whole = replace(pack, positions=tuple(range(len(pack.positions))))
     # Drop the steps first. Selecting from all steps for every pack would take quadratic time.

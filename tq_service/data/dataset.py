@@ -112,12 +112,12 @@ class StreamingDataset(IterableDataset[Item]):
         data_fields: fields to fetch. A sample is ready when all of these fields are stored.
         partition_id: partition to consume. If the partition does not exist yet, the dataset waits for it.
         task_name: name of the consuming task. Each task consumes the partition independently.
-        dp_rank: DP rank of this process. All replicas of a rank must pass the same number, and receive the same
+        dp_rank: DP rank of this process. All replicas of a rank must pass the same number and then receive the same
             batches. If `dp_rank`, `dp_size` and `dp_group` are all None and torch.distributed is initialized, the rank
-            and size are taken from its world group. With a replica or context-parallel group, this default is not
-            available, and an error is raised. Without torch.distributed, the default is 0.
-        dp_size: number of DP ranks. Defaults to the size of the world group in the case described for `dp_rank`, and
-            otherwise to 1.
+            and size are taken from its world group. With a replica or context-parallel group, an error is raised
+            instead of using this default. Without torch.distributed, the default is 0.
+        dp_size: number of DP ranks. Defaults to the size of the world group in the case described for `dp_rank`, and to
+            1 otherwise.
         dp_group: `DeviceMesh` or process group of the DP ranks, which determines `dp_rank` and `dp_size`. A mesh with
             several dimensions, for example for hybrid sharding, is flattened.
         replica_group: process group, or one-dimensional `DeviceMesh`, of the processes that share this DP rank. The
@@ -133,7 +133,7 @@ class StreamingDataset(IterableDataset[Item]):
         cp_fields: fields with one value per token, whose rows are split among the ranks of the context-parallel group.
             Micro-batches contain an additional field, `cp_positions`, with the position of each token in its full row.
         cp_layout: how rows are split into shares; see `RowSlice.share`.
-        cp_align: each chunk is padded to a multiple of this number of tokens. With `pack`, this length is derived from
+        cp_align: each chunk is padded to a multiple of this number of tokens. With `pack`, this number is derived from
             `pack.align`.
         cp_fill: padding value used to make all shares of a row equally long. Pass a single value for all `cp_fields`,
             or one value per field.
@@ -145,22 +145,22 @@ class StreamingDataset(IterableDataset[Item]):
         finite: whether iteration ends when all samples inserted so far have been consumed. If false, the dataset waits
             for more batches until the partition is sealed.
         fetch_batch_fn: function that replaces `fetch_batch`; see its docstring for the keyword arguments. The function
-            runs in the prefetching thread or worker process, and must be picklable with spawn and forkserver. If the
-            function claims batches as a queue worker, use at most one loader worker, because the loader delivers
-            batches in order of index, not of arrival.
-        process_batch_fn: function called in the consumer's thread as `process_batch_fn(data, meta,
-            micro_batch_size=...)`, instead of `split_micro_batches`. The function returns an iterable of the items to
+            runs in the prefetching thread or worker process, and must be picklable if worker processes are started with
+            spawn or forkserver. If the function claims batches as a queue worker, use at most one loader worker,
+            because the loader delivers batches in index order, not in arrival order.
+        process_batch_fn: function that replaces `split_micro_batches`, called in the consumer's thread as
+            `process_batch_fn(data, meta, micro_batch_size=...)`. The function returns an iterable of the items to
             yield.
         pack: packing options. If given, the dataset yields a `PackedMicroBatch` of `pack.pack_max_length` tokens for
             each planned pack, as `split_packs` does. Use the `packed` sampler with this option. With `cp_fields`, each
-            rank of the context-parallel group receives its share of each sequence, padded to the same length as the
-            pack. With `pack`, `cp_fields` must list all fields with one value per token.
+            rank of the context-parallel group receives its share of each padded sequence. With `pack`, `cp_fields` must
+            list all fields with one value per token.
         layout: layout of the fetched fields; see `Client.get_data`. By default, each field has its own layout.
-        max_uses: number of times that each sample is delivered before it counts as consumed; see `Client.claim`. By
-            default, each sample is delivered once.
+        max_uses: number of times each sample is delivered before it counts as consumed; see `Client.claim`. By default,
+            each sample is delivered once.
         unmatched: how to treat samples that do not match `where`; see `Client.claim`.
-        least_members: a group is evicted when fewer than this number of members remain; see `Client.claim`. By default,
-            groups are not evicted.
+        least_members: minimum number of members in a group; if fewer remain, the group is evicted; see `Client.claim`.
+            By default, groups are not evicted.
         refill: `(partition_id, task_name)` of the task that regenerates evicted units; see `Client.claim`. By default,
             evicted units are not regenerated.
         max_refills: maximum number of refills per sample, if `refill` is given.
@@ -180,7 +180,7 @@ class StreamingDataset(IterableDataset[Item]):
             are fetched again after `reset()`.
         max_wait: seconds that a single call waits for a batch before the call is repeated. Values above 10 have no
             additional effect.
-        timeout: seconds that a call may take beyond `max_wait`, including retries, and thus how long an outage is
+        timeout: seconds that a call may take beyond `max_wait`, including retries. Outages up to this long are
             tolerated.
         client_factory: function called with `address` to open the sync client in place of `Client(address, ...)`. This
             function must itself pass `token`, `tls`, `insecure` and `namespace` to the client.
@@ -358,7 +358,7 @@ class StreamingDataset(IterableDataset[Item]):
 
     @property
     def step_timer(self) -> StepTimer:
-        """Breakdown of the trainer's step times, which `print(dataset.step_timer)` displays."""
+        """Breakdown of the trainer's step times, displayed by `print(dataset.step_timer)`."""
         return self._step_timer
 
     @property
@@ -444,7 +444,7 @@ class StreamingDataset(IterableDataset[Item]):
                 stream.close()
 
     def open_stream(self, open_rest: OpenRest, device: torch.device | None = None) -> BatchStream:
-        """Return a stream of the buffered batches, starting with the next batch, followed by fetched batches.
+        """Return a stream of the buffered batches from the next batch onward, followed by fetched batches.
 
         Args:
             open_rest: function that opens the stream of fetched batches.
@@ -479,7 +479,7 @@ class StreamingDataset(IterableDataset[Item]):
         return self._replicas is None or self._replicas.sends_from(device)
 
     def _accept(self, batch: FetchedBatch) -> None:
-        """Mark a batch as begun, compare its identity with previous batches, and add the batch to the replay buffer."""
+        """Mark a batch as begun, compare its identity with that of earlier batches, and add it to the replay buffer."""
         if (collected := collected_here.get()) is not None:
             collected.add(batch.spans, batch_count=1)
         if batch.on_consumed is not None:
@@ -511,7 +511,7 @@ class StreamingDataset(IterableDataset[Item]):
         self._buffer.add(batch)
 
     def _warn_of_dropped(self, batch: FetchedBatch) -> None:
-        """Warn of the first batch with dropped samples. The total number is logged at the end of the stream."""
+        """Log a warning for the first batch with dropped samples. The total is logged at the end of the stream."""
         dropped: Any = getattr(batch.meta, "dropped_indexes", ())  # fetch_batch_fn may return a meta without it
         if len(dropped) and self._warned_of_dropped != self._identity:
             self._warned_of_dropped = self._identity
@@ -585,8 +585,8 @@ class StreamingDataset(IterableDataset[Item]):
         """Resume after the last micro-batch that was delivered before the state was saved.
 
         All ranks must load the same state. If `dp_size` differs from the saved value, the ranks restart after the last
-        complete batch (`Client.restart_ranks`), and the batch sizes may differ as well. The service plans new batches
-        when the first rank restarts. Without a restart, the ranks receive the same batches as before.
+        complete batch (`Client.restart_ranks`), and batch sizes may also change. The service plans new batches when the
+        first rank restarts. Without a restart, the ranks receive the same batches as before.
 
         If the partition was cleared or the task reset after the state was saved, the next batch raises
         `StaleIncarnationError` or `StaleEpochError`.
@@ -598,7 +598,7 @@ class StreamingDataset(IterableDataset[Item]):
 
         Raises:
             InvalidArgumentError: the state is malformed, or was saved with a different task or batch size.
-            StaleIncarnationError, StaleEpochError: the ranks cannot restart, because the partition was cleared or the
+            StaleIncarnationError, StaleEpochError: the ranks cannot restart because the partition was cleared or the
                 task was reset.
         """
         dp_size = state_dict.get("dp_size")
@@ -661,7 +661,7 @@ class StreamingDataset(IterableDataset[Item]):
         return int(restarted.epoch)
 
     def _state_must_fit(self) -> dict[str, Any]:
-        """Return the arguments that must match a loaded state because the state's position depends on them."""
+        """Return the arguments that determine a state's position, and must match when the state is loaded."""
         names = ("task_name", "dp_size", "batch_size", "batch_unit", "micro_batch_size")
         return {name: getattr(self._source.request, name) for name in names}
 
@@ -778,7 +778,7 @@ class ReplayBuffer:
         return [self._batches[index] for index in indexes]
 
     def add(self, batch: FetchedBatch) -> None:
-        """Keep the batch if all batches up to it fit, because a replay stops at the first missing batch."""
+        """Keep the batch if it and all earlier batches fit, because a replay stops at the first missing batch."""
         if not self._left_bytes or batch.index in self._batches:
             return
         size_bytes = batch.size_bytes
@@ -807,7 +807,7 @@ class ReplayStream:
 
     @property
     def next_index(self) -> int:
-        """Index of the next batch that `read` returns."""
+        """Index of the batch that `read` returns next."""
         return self._kept[0].index if self._kept else self._rest.next_index
 
     @property
@@ -843,12 +843,12 @@ class StreamingDataLoader(Generic[Item]):
     Args:
         dataset: the dataset to iterate over.
         num_workers: number of worker processes that fetch batches. With 0, a background thread fetches the batches.
-        prefetch_factor: number of batches to prefetch per worker, or in total if there are no workers. With 0, which is
-            valid only without workers, batches are fetched in the consumer's thread, as required if fetch_batch_fn
-            takes part in collectives.
+        prefetch_factor: number of batches to prefetch per worker, or in total if there are no workers. 0 is valid only
+            without workers: batches are then fetched in the consumer's thread, as required if fetch_batch_fn takes part
+            in collectives.
         multiprocessing_context: how workers are started: "fork", "spawn", "forkserver" or a context. Defaults to
             forkserver, or to fork if fetch_batch_fn cannot be pickled. Each worker opens its own sync client. Forking
-            is safe while this process has open clients, provided that no thread is inside a call when the workers
+            is safe even if this process has open clients, provided that no thread is making a call when the workers
             start.
         prefetch_bytes: maximum number of bytes prefetched or in flight across all workers. A batch of unknown size is
             assumed to be as large as the largest batch so far. If no batch is prefetched or in flight, the next batch
@@ -856,8 +856,8 @@ class StreamingDataLoader(Generic[Item]):
         persistent_workers: whether worker processes keep running between iterators.
         device: CUDA device, such as "cuda:0", for micro-batches and packs. Non-tensor data stays on the CPU. While a
             training step runs, the next batch is uploaded from pinned memory in a single copy and split on the device.
-            The consumer's current CUDA stream waits for the uploads of the tensors that it receives. Prefetched batches
-            and the replay buffer occupy device memory. By default, batches stay on the CPU.
+            The consumer's current CUDA stream waits until the tensors it receives are uploaded. Prefetched batches and
+            the replay buffer occupy device memory. By default, batches stay on the CPU.
         pin_memory: whether to copy micro-batches to pinned memory, for trainers that upload the data themselves.
             Ignored with `device`.
 
@@ -938,7 +938,7 @@ class StreamingDataLoader(Generic[Item]):
 
     @property
     def step_timer(self) -> StepTimer:
-        """Breakdown of the trainer's step times, which `print(loader.step_timer)` displays."""
+        """Breakdown of the trainer's step times, displayed by `print(loader.step_timer)`."""
         return self.dataset.step_timer
 
     @property
@@ -997,7 +997,7 @@ class StreamingDataLoader(Generic[Item]):
         self.dataset.load_state_dict(state_dict, restart=restart)
 
     def close(self) -> None:
-        """Stop fetching, and end the background thread or worker processes. Idempotent.
+        """Stop fetching and shut down the background thread or worker processes. Idempotent.
 
         A new iterator starts the thread or worker processes again. A warning is logged if prefetched batches were not
         delivered, because the service counts their samples as consumed.

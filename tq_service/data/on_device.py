@@ -1,4 +1,4 @@
-"""Uploading batches to a device and splitting them there, in separate CUDA streams, while the current step runs.
+"""Upload batches to a device and split them there, in separate CUDA streams, while the current step runs.
 
 ::
 
@@ -89,7 +89,7 @@ def _host_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 class DeviceFeed:
-    """Uploads the batches of a loader to a device.
+    """Uploads a loader's batches to a device.
 
     Args:
         device: target device.
@@ -122,7 +122,7 @@ class DeviceFeed:
         return replace(batch, data=data, arrival=arrival, measured_bytes=measured)
 
     def release(self) -> None:
-        """Release host memory whose uploads are complete."""
+        """Release the host memory of completed uploads."""
         PINNED.tidy()
 
     def split(self, split: Split) -> Split:
@@ -159,7 +159,7 @@ class DeviceFeed:
 
 
 class UploadingFetcher:
-    """A fetcher that fetches batches with another fetcher, and uploads them in the copy stream."""
+    """A fetcher that wraps another fetcher and uploads its batches in the upload stream."""
 
     def __init__(self, fetcher: Fetcher, feed: DeviceFeed) -> None:
         self._fetcher = fetcher
@@ -185,12 +185,12 @@ class UploadingFetcher:
             return replace(uploaded, spans=(*fetched.spans, Span(Stage.DEVICE, began_at, time.perf_counter())))
 
     def close(self) -> None:
-        """End any `fetch` call that is running in another thread. Idempotent."""
+        """Abort any `fetch` call running in another thread. Idempotent."""
         self._fetcher.close()
 
 
 def pinned(split: Split) -> Split:
-    """Return a function that splits batches into items in pinned memory, for consumers that upload them themselves."""
+    """Return a function that splits batches into items in pinned memory, for consumers that do their own uploads."""
 
     def split_pinned(batch: FetchedBatch) -> Iterator[Any]:
         return map(_pinned_item, split(batch))
@@ -207,7 +207,7 @@ def _pinned_item(item: Any) -> Any:
 
 
 def _pinned_tensor(tensor: Any) -> torch.Tensor:
-    """Copy a tensor to memory pinned by torch, which does not reuse the memory while uploads from it are running."""
+    """Copy a tensor to torch's pinned memory, which torch does not reuse while uploads from it are running."""
     if not tensor.is_nested:
         pinned_copy: torch.Tensor = tensor.pin_memory()
         return pinned_copy

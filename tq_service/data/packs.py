@@ -1,4 +1,4 @@
-"""Packing samples into sequences with a fixed number of tokens, and splitting batches into packs.
+"""Pack samples into sequences with a fixed number of tokens, and split batches into packs.
 
     | sample 0 | its padding to a multiple of `align` | sample 1 | ... | padding sequence | padding sequence |
 
@@ -43,7 +43,7 @@ from tq_service.wire.metadata import expand_runs
 
 PADDING_SEQUENCE_LENGTH: Final = 1024
 LABEL_PADDING: Final = -100
-"""Label that loss functions ignore, which is the default `ignore_index` of torch's cross-entropy loss."""
+"""Label ignored by loss functions, equal to the default `ignore_index` of torch's cross-entropy loss."""
 POSITIONS: Final = "position_ids"
 _MADE: Final = ("cu_seqlens", "padding_mask", "max_seqlen", "num_padding")
 Lengths = NDArray[np.int64]
@@ -59,7 +59,7 @@ class PackOptions(ItemOptions["PackedMicroBatch"]):
 
     - `input_field`, `token_fields` and `position_ids`;
     - all other jagged fields;
-    - each dense field with exactly one dimension of the common sample length, if all samples have the same length and
+    - each dense field in which exactly one dimension equals the sample length, if all samples have the same length and
       the input field is therefore dense.
 
     Fields in `repeat_fields` and `keep_fields` are never per-token fields. An ambiguous field raises an error unless it
@@ -77,8 +77,8 @@ class PackOptions(ItemOptions["PackedMicroBatch"]):
         pad_values: padding values of other per-token fields and of repeated fields, by field name; 0 (or False) by
             default.
         padding_sequence_length: maximum number of tokens per padding sequence, rounded up to a multiple of `align`.
-        align: each sample is padded to a multiple of this number of tokens, so all `cu_seqlens` are multiples of this
-            number. This number must equal the sampler's `align` and divide `pack_max_length`.
+        align: each sample is padded to a multiple of this number of tokens, so all `cu_seqlens` are multiples of it.
+            This number must equal the sampler's `align` and divide `pack_max_length`.
         overlong: how to treat a sample with more than `pack_max_length` tokens. "error" raises an error. "truncate"
             keeps the first tokens, as planned by a sampler with `overlong="truncate"`.
 
@@ -156,7 +156,7 @@ class PackedSequences:
             alignment padding, followed by the bounds of the padding sequences. `padding_mask` (bool, shape
             `(pack_max_length,)`) is true for padding tokens. Fields kept per sample have shape `(n, ...)`.
         lengths: number of tokens of each sample, without padding.
-        starts: position in the pack of each sample's first token.
+        starts: position of each sample's first token in the pack.
         max_seqlen: number of tokens in the longest sequence, including padding.
         num_padding: total number of padding tokens, including alignment padding.
         uses: how each field was packed, by field name.
@@ -222,7 +222,7 @@ class PackedMicroBatch(PackedSequences):
         step_count: number of optimizer steps in the batch.
         pack: index of the pack within the step.
         pack_count: number of packs in the step.
-        step_token_count: number of tokens in all samples that this DP rank has in the step, without padding.
+        step_token_count: number of tokens, without padding, in all of this DP rank's samples in the step.
     """
 
     meta: BatchMeta
@@ -248,7 +248,7 @@ def pack_sequences(
 ) -> PackedSequences:
     """Pack samples into one sequence of exactly `options.pack_max_length` tokens.
 
-    Per-token fields (see `PackOptions`) are concatenated in sample order, bit for bit, and padded. All other fields are
+    Per-token fields (see `PackOptions`) are concatenated bit for bit in sample order, and padded. All other fields are
     repeated for each token, or kept with one row per sample. All returned tensors are copies.
 
     `position_ids` restart at each sample and each padding sequence, and continue through a sample's alignment padding.
@@ -293,7 +293,7 @@ def split_packs(
 
     Args:
         data: the batch, with `meta.size` rows.
-        meta: metadata of the samples in `data`. Any sampler may have planned the packs, provided that the samples fit.
+        meta: metadata of the samples in `data`. The packs may be planned by any sampler, provided that the samples fit.
         options: packing options.
         share: share of a context-parallel rank; see `pack_sequences`. A share requires a plan that contains the sample
             lengths.
@@ -344,7 +344,7 @@ def _check_padding(pack: Pack, lengths: NDArray[np.int64], options: PackOptions)
 
 
 class _Packing:
-    """The packing of a batch's samples, with the state that all packs of the batch share.
+    """The packing of a batch's samples, with the state shared by all packs of the batch.
 
     Raises:
         ValueError: a field contains objects, has the wrong layout, is missing or ambiguous, or is listed as a per-token
@@ -377,7 +377,7 @@ class _Packing:
         Args:
             key: name of the column.
             column: the column.
-            made: cache of the row patterns for rows of equal length, by row length.
+            made: cache of patterns for rows of equal length, by row length.
         """
         rows: torch.Tensor | None = None
         if isinstance(column, torch.Tensor):
@@ -480,8 +480,8 @@ class _Packing:
         """Check all per-token fields, and return the number of tokens in each sample, as an array of shape `(m,)`.
 
         Args:
-            positions: positions of the pack's rows, of shape `(m,)`.
-            planned: planned number of tokens of each row, of shape `(m,)`. Defaults to the row lengths.
+            positions: positions of the pack's rows, as an array of shape `(m,)`.
+            planned: planned number of tokens in each row, as an array of shape `(m,)`. Defaults to the row lengths.
 
         Raises:
             ValueError: a field's row lengths differ from the plan or from the input field.
@@ -521,7 +521,7 @@ class _Packing:
         return planned
 
     def _whole_lengths(self, got: Lengths, planned: Lengths | None) -> Lengths:
-        """Check the lengths of the fetched shares, and return the lengths of the full rows, both of shape `(m,)`."""
+        """Check the lengths of the fetched shares, and return those of the full rows. Both arrays have shape `(m,)`."""
         if planned is None:
             raise ValueError(
                 "got shares of rows, but no row lengths; expected a plan that contains the row lengths, such as a plan "
@@ -606,16 +606,16 @@ class _Packing:
         bounds: Lengths,
         places: torch.Tensor,
     ) -> torch.Tensor:
-        """Concatenate the samples' tokens, adding each sample's alignment padding, and append the padding sequences.
+        """Concatenate the tokens and alignment padding of all samples, and append the padding sequences.
 
         Args:
             key: name of the column.
             column: the column.
-            positions: positions of the rows to concatenate, of shape `(m,)`.
-            lengths: number of tokens to take from each row, of shape `(m,)`.
-            bounds: start of each sample in the pack, followed by the end of the last sample's alignment padding, of
-                shape `(m + 1,)`.
-            places: position of each token within its sequence, which serves as the padding value of position ids.
+            positions: positions of the rows to concatenate, as an array of shape `(m,)`.
+            lengths: number of tokens to take from each row, as an array of shape `(m,)`.
+            bounds: array of shape `(m + 1,)` with the start of each sample in the pack, followed by the end of the last
+                sample's alignment padding.
+            places: position of each token within its sequence, used to pad position ids.
         """
         dim, values = column.ragged_dim - 1, column.values
         shape = list(values.shape)

@@ -1,4 +1,4 @@
-"""Integration with torch.distributed: the DP rank of this process, and replicas that share batches.
+"""Integrate with torch.distributed: determine the DP rank of this process, and share batches among replicas.
 
 Processes with the same DP rank (tensor, pipeline or context parallel) need the same batches. Each process may fetch the
 batches itself, because repeated requests from a rank receive the same response. Alternatively, the first process
@@ -77,7 +77,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatchLayout:
-    """A batch without the bytes of its tensors, which are sent separately, directly from device to device.
+    """A batch without its tensors' bytes, which are sent separately, directly from device to device.
 
     Attributes:
         index: batch_index of the batch.
@@ -157,7 +157,7 @@ class ReplicaGroup:
         return device.type in self._devices
 
     def send_there(self, message: DeviceBatchLayout, data: torch.Tensor) -> None:
-        """Send a batch to all other replicas, directly from the device that its bytes are on."""
+        """Send a batch to all other replicas, directly from the device that holds its bytes."""
         self._exchange(message)
         self._broadcast(data)
 

@@ -1,4 +1,4 @@
-"""Fetching batches for a rank: the request, the end marker, and streams that prefetch and split batches."""
+"""Fetch the batches of a rank, using streams that prefetch and split batches."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class StreamIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A point in a CUDA stream at which the uploads of tensors to a device are complete.
+    """A point in a CUDA stream at which tensors have been uploaded to a device.
 
     Attributes:
         device: the CUDA device.
@@ -95,11 +95,12 @@ class FetchedBatch:
         data: a TensorDict, or the data returned by fetch_batch_fn.
         meta: metadata of the samples in `data`.
         micro_batches: the batch's micro-batches if a background thread splits the batch, otherwise None.
-        on_consumed: function called when the consumer starts on the batch, so that another batch can be prefetched.
-        measured_bytes: value of `size_bytes` if it is already known, otherwise None.
+        on_consumed: function called when the consumer starts to process the batch, so that another batch can be
+            prefetched.
+        measured_bytes: value of `size_bytes` if already known, otherwise None.
         arrival: point in a CUDA stream at which the tensors are available on the device, or None for tensors on the
             CPU.
-        spans: time spans of the stages of fetching the batch.
+        spans: time spans recorded for the stages of fetching the batch.
     """
 
     index: int
@@ -113,7 +114,7 @@ class FetchedBatch:
 
     @property
     def size_bytes(self) -> int:
-        """Total size in bytes of the tensors, arrays, strings and images in `data`, including nested containers."""
+        """Total size, in bytes, of the tensors, arrays, strings and images in `data` and its nested containers."""
         if self.measured_bytes is not None:
             return self.measured_bytes
         return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else object_bytes(self.data)
@@ -124,10 +125,10 @@ class End:
     """The end marker that a stream returns after the last batch.
 
     Attributes:
-        identity: incarnation of the partition and epoch of the task at the end.
-        counts: number of samples per outcome, which is the same on all ranks, or None if a custom fetch_batch_fn
-            created the end marker.
-        spans: time spans of the stages of the call that returned the end marker.
+        identity: partition incarnation and task epoch at the end of the stream.
+        counts: number of samples per outcome, identical on all ranks; None if a custom fetch_batch_fn created the end
+            marker.
+        spans: time spans recorded for the stages of the call that returned the end marker.
     """
 
     identity: StreamIdentity
@@ -137,7 +138,7 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExceptionWrapper:
-    """An error from another process, with its traceback. Errors that cannot be pickled become a RuntimeError."""
+    """An error from another process, with its traceback. An error that cannot be pickled becomes a RuntimeError."""
 
     error: Exception
     traceback: str
@@ -163,7 +164,7 @@ class BatchStream(Protocol):
 
     @property
     def next_index(self) -> int:
-        """Index of the next batch that `read` returns."""
+        """Index of the batch that `read` returns next."""
         ...
 
     @property
@@ -176,13 +177,13 @@ class BatchStream(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop fetching, and drop prefetched batches, which can still be fetched again. Idempotent."""
+        """Stop fetching, and drop prefetched batches; they can still be fetched again. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """Arguments shared by all claims of a rank. Most attributes correspond to an argument of `Client.claim`.
+    """Arguments shared by all claims of a rank. Most attributes correspond to arguments of `Client.claim`.
 
     Additional attributes:
         read_options: additional arguments for `Client.get_data`, or None.
@@ -309,7 +310,7 @@ class ClaimsAhead:
         self._metas: dict[int, BatchMeta] = {}
 
     def claim(self, client: Client, *, batch_index: int, **claim: Any) -> BatchMeta:
-        """Return the batch if already claimed; otherwise claim it, with up to `batch_count - 1` later ready batches."""
+        """Return the batch if already claimed; otherwise, claim it and up to `batch_count - 1` later ready batches."""
         if batch_index in self._metas:
             return self._metas.pop(batch_index)
         if self.batch_count > 1:
@@ -373,7 +374,7 @@ class BatchSource:
         fetch_batch_fn: function that fetches a batch.
         on_wait: function called with the reason for a long wait.
         client_factory: function that opens the client. By default, `Client` is called with `client_options`.
-        client_options: the arguments token, tls, insecure and namespace of `Client`.
+        client_options: arguments for `Client`: token, tls, insecure and namespace.
     """
 
     address: str | Sequence[str] | None
@@ -405,7 +406,7 @@ class BatchSource:
 
 
 class BatchFetcher:
-    """A fetcher of batches that has its own sync client. Only one thread may use a fetcher.
+    """A batch fetcher with its own sync client. Only one thread may use a fetcher.
 
     All batches must have the same incarnation and epoch as the first batch. If the partition is cleared and created
     again, or the task is reset, the next fetch raises an error. Therefore, a stream never continues in the middle of
@@ -498,7 +499,7 @@ class BatchFetcher:
         raise StreamClosedError
 
     def close(self) -> None:
-        """Close the client. Any call in progress in another thread ends. Idempotent."""
+        """Close the client. Any call in progress in another thread is aborted. Idempotent."""
         self.closed = True
         if self._client is not None:
             self._client.close()
@@ -574,7 +575,7 @@ class PrefetchLimit:
         self._under_way += 1
 
     def arrive(self, size_bytes: int) -> None:
-        """Record the arrival of a batch in flight, and the batch's size."""
+        """Record the arrival and the size of a batch that was in flight."""
         self._under_way -= 1
         self._arrived += 1
         self._arrived_bytes += size_bytes
@@ -607,7 +608,7 @@ class PrefetchQueue(Generic[T]):
         self.closed = False
 
     def begin(self, on_begun: OnBegun = lambda number: None) -> int | None:
-        """Wait until the limit admits another item, and return its number, or return None if the queue has ended.
+        """Wait until the limit admits another item, and return its number, or None if the queue has ended.
 
         `on_begun` is called with the number before any other writer can begin an item, and must not block.
         """
@@ -630,7 +631,7 @@ class PrefetchQueue(Generic[T]):
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
-        """Context manager for creating the item with this number. An error in the block ends the queue here."""
+        """Context manager for creating the item with this number. An error in the block ends the queue at this item."""
         try:
             yield
         except StreamClosedError:
@@ -681,7 +682,7 @@ class PrefetchQueue(Generic[T]):
             return None
 
     def on_consumed(self, size_bytes: int = 0) -> None:
-        """Record that an item of this size has been consumed, which may allow another item to be begun."""
+        """Record that an item of this size has been consumed, so that another item may be admitted."""
         with self._changed:
             self._limit.consume(size_bytes)
             self._changed.notify_all()
@@ -695,13 +696,13 @@ class PrefetchQueue(Generic[T]):
 
 
 class _QueuedStream(Generic[S, T]):
-    """A stream that reads from a queue, which background threads fill, one thread per source.
+    """A stream that reads from a queue filled by background threads, one per source.
 
     The threads do not refer to the stream, only to the queue and the sources. An abandoned stream can therefore be
-    garbage-collected, which ends its threads.
+    garbage-collected, which stops its threads.
 
     Attributes:
-        next_index: index of the next batch that `read` returns.
+        next_index: index of the batch that `read` returns next.
     """
 
     def __init__(
@@ -729,12 +730,12 @@ class _QueuedStream(Generic[S, T]):
         return self._queue.closed
 
     def close(self) -> None:
-        """End the threads, and drop all queued items. Idempotent."""
+        """Stop the threads, and drop all queued items. Idempotent."""
         self._end()
 
 
 def _end(queue: PrefetchQueue[Any], sources: Sequence[Fetcher | BatchStream], threads: list[threading.Thread]) -> None:
-    """Close a queue and its sources, and wait for the threads to end."""
+    """Close a queue and its sources, and wait for the threads to exit."""
     # Close the queue first. Otherwise the reader could mistake None for the end, or raise the error of a call that was
     # interrupted by closing its source.
     queue.close()
@@ -767,7 +768,7 @@ class Fetcher(Protocol):
         ...
 
     def close(self) -> None:
-        """End any `fetch` call that is running in another thread. Idempotent."""
+        """Abort any `fetch` call running in another thread. Idempotent."""
         ...
 
 

@@ -18,8 +18,8 @@ them.
 
 A shared buffer is an anonymous file. The worker sends the buffer's file descriptor only once, with the first batch in
 the buffer, and the parent keeps the buffer mapped. After the parent has freed its last tensor in a buffer, its next
-request reports the buffer as released, and the worker may reuse the buffer. Reusing a buffer is faster, because
-touching new pages costs more than copying data.
+request reports the buffer as released, and the worker may then reuse it. Reusing a buffer is faster, because touching
+new pages costs more than copying data.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class SharedBatch:
 
 
 class SharedBufferWriter:
-    """Writer of batches into a worker's shared buffers. Only the worker's main thread may use the writer."""
+    """Writes batches into a worker's shared buffers. Only the worker's main thread may use the writer."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
@@ -221,7 +221,7 @@ class SharedBufferWriter:
         return SharedBatch(layout, buffer, self._sizes[buffer], is_new, retired)
 
     def release(self, buffer_ids: Sequence[int]) -> None:
-        """Mark buffers that the parent has released as idle. The most recently released buffer is reused first."""
+        """Mark as idle the buffers that the parent has released. The most recently released buffer is reused first."""
         self._idle.extendleft(buffer_ids)
 
 
@@ -229,7 +229,7 @@ class SharedBufferReader:
     """Reader of a worker's shared buffers in the parent process.
 
     Args:
-        device: device to which batches are copied and for which buffers are pinned, or None.
+        device: device to which batches are copied from the buffers, which are therefore pinned, or None.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -293,7 +293,7 @@ _JOIN_SECONDS = 5.0
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker process ended unexpectedly."""
+    """A worker process exited unexpectedly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,9 +304,9 @@ class FetchRequest:
         stream: number of the requesting stream.
         claim: arguments of the stream's claims.
         batch_index: index of the batch to fetch.
-        identity: identity that the batch must have, if known.
+        identity: identity required of the batch, if known.
         released: ids of the worker's buffers that may be overwritten.
-        step_times: breakdown of the trainer's last steps, which the client reports to the service.
+        step_times: breakdown of the trainer's most recent steps, which the client reports to the service.
     """
 
     stream: int
@@ -332,7 +332,7 @@ class FetchReply:
         content: the batch, an error, the end marker, or None if the batch is no longer wanted. If a batch is in a new
             buffer, the buffer's file descriptor is sent next.
         notes: events of the worker's client since the previous reply, for the parent's probes.
-        spans: time spans of the stages of fetching the batch.
+        spans: time spans recorded for the stages of fetching the batch.
     """
 
     content: SharedBatch | ExceptionWrapper | End | None
@@ -346,12 +346,12 @@ class _Worker:
 
     Attributes:
         process: the worker process.
-        connection: connection to the process.
+        connection: connection for sending requests and receiving replies.
         needs_main: whether the process runs the main module on startup.
         buffers: shared buffers of the process.
         has_replied: whether the process has replied to any request.
         last_received: event that is set when the reply to the latest request has been received, or has been lost
-            because the process ended. Replies arrive in the order of the requests, including replies for closed
+            because the process exited. Replies arrive in the order of the requests, including replies for closed
             streams.
         sending: lock held while sending a message. The lock is reentrant, because a finalizer may close a fetcher
             during a request.
@@ -376,7 +376,7 @@ class _Worker:
         """Wait for the reply to a request, and return it with the bytes of its batch, if any.
 
         Raises:
-            WorkerDiedError: the process has ended.
+            WorkerDiedError: the process has exited.
         """
         try:
             multiprocessing.connection.wait((self.connection, self.process.sentinel))
@@ -400,7 +400,7 @@ class _Worker:
 class WorkerPool:
     """Worker processes that run until `close` is called, and fetch batches for one stream at a time.
 
-    Workers receive the source when they start, so its functions need not be picklable with fork. Each stream sends its
+    Workers receive the source when they start, so with fork, its functions need not be picklable. Each stream sends its
     own `BatchRequest`, because the partition and the policy version differ between streams.
     """
 
@@ -431,7 +431,7 @@ class WorkerFetcher:
     """A counterpart of `BatchFetcher` that fetches batches in a worker process. Only one thread may use a fetcher.
 
     Attributes:
-        fetched_until: index after the last fetched batch.
+        fetched_until: index of the batch after the last fetched batch.
     """
 
     def __init__(
@@ -471,7 +471,7 @@ class WorkerFetcher:
 
         Raises:
             StreamClosedError: the batch is no longer wanted.
-            WorkerDiedError: the worker process has ended.
+            WorkerDiedError: the worker process has exited.
             Exception: an error was raised in the worker; its original type is preserved.
         """
         try:
@@ -491,7 +491,7 @@ class WorkerFetcher:
         raise StreamClosedError
 
     def close(self) -> None:
-        """End the worker's call in progress, if any, after which the worker is idle. Idempotent."""
+        """Abort the worker's call in progress, if any, so that the worker becomes idle. Idempotent."""
         self._worker.send(Stop(self._stream))
 
 
@@ -552,8 +552,8 @@ def _end_workers(workers: Sequence[_Worker]) -> None:
 def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseContext:
     """Return the multiprocessing context for starting worker processes.
 
-    If a thread is inside a client's gRPC call when the process forks, gRPC does not work in the child. The children of
-    a fork server avoid this problem, because they do not inherit this process's state.
+    If a thread is making a gRPC call when the process forks, gRPC does not work in the child. The children of a fork
+    server avoid this problem, because they do not inherit this process's state.
 
     Args:
         name: "fork", "spawn", "forkserver", or a context. Defaults to forkserver, or to fork if forkserver is not
@@ -582,7 +582,7 @@ def _pickled(source: BatchSource) -> bytes | None:
 
 
 def run_worker(source: BatchSource, connection: Connection) -> None:
-    """Serve requests until the parent process sends None or ends."""
+    """Serve requests until the parent process sends None or exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker inherits the trainer's handler
     torch.set_num_threads(1)
@@ -593,7 +593,7 @@ class _Fetching:
     """The two threads of a worker process. The main thread fetches the requested batches in order and sends replies.
 
     The second thread receives messages, and interrupts the waiting call if its batch is no longer wanted. If the parent
-    process has ended, the second thread ends the worker process.
+    process has exited, the second thread terminates the worker process.
     """
 
     def __init__(self, source: BatchSource, connection: Connection) -> None:

@@ -1,1 +1,1 @@
-"""Transports for put and get data between clients and storage services."""
+"""Transports that carry the data of puts and gets between clients and storage services."""

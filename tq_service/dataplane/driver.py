@@ -1,4 +1,4 @@
-"""Puts to and gets from a storage service over gRPC, each with the transport that best suits its size.
+"""Puts and gets between a client and a storage service over gRPC, each with the transport that best suits its size.
 
 - Inline, for up to `INLINE_BYTES`: the call consists of a single message.
 - Shared memory, if the service is on the same host: the bytes of a streaming call are placed in shared memory, whose
@@ -7,8 +7,8 @@
 - Stream, if no other transport is available: the call sends a header, followed by frames.
 
 The asyncio driver and the synchronous driver share the steps of each operation. As in psycopg, the steps are generators
-that yield the calls to make, and `async_run` or `run` makes these calls. Only the code that differs exists in both an
-asyncio and a synchronous version.
+that yield the calls to make, and `async_run` or `run` makes these calls. Only the code that differs between the drivers
+is written twice.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ class AsyncDriver(Protocol):
         Calls with the same put_id are idempotent.
 
         Args:
-            header: header that describes the columns.
+            header: description of the columns.
             columns: columns to store, with their bytes.
-            deadline: deadline for the call, including the time spent waiting for capacity.
+            deadline: time by which the call must finish, including any wait for capacity.
 
         Raises:
             InvalidArgumentError: the header does not match the columns.
@@ -130,11 +130,11 @@ class AsyncDriver(Protocol):
         Args:
             request: request that lists the cells to get.
             row_count: number of requested rows in each column.
-            deadline: deadline for the call.
+            deadline: time by which the call must finish.
             size_bytes: total size of all values in bytes, or None if unknown.
 
         Raises:
-            DataLossError: the puts were stored by another instance of the service, and are lost.
+            DataLossError: the puts were stored by another instance of the service and are lost.
             PutNotFoundError: a put, or a cell in a put, does not exist.
             UnavailableError: the service is unreachable, or the call was interrupted. The get can be retried.
         """
@@ -174,7 +174,7 @@ def run(steps: Steps[T]) -> T:
 
 
 def _call_here(call: Callable[..., T], *arguments: Any) -> T:
-    """Make a call, which may block, in the current thread, and return its result."""
+    """Make a possibly blocking call in the current thread, and return its result."""
     return call(*arguments)
 
 
@@ -233,7 +233,7 @@ class AsyncPutCall:
             return None
 
     async def send(self, frames: Iterable[FrameParts]) -> None:
-        """Send frames until all frames are sent or the call ends. Call `answer` to get the result or the error."""
+        """Send frames until all are sent or the call ends. Call `answer` to get the result or the error."""
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for frame in frames:
                 await self._stream.write(frame)
@@ -315,9 +315,9 @@ class _GrpcSteps:
     Args:
         channel: channel to the storage service.
         metadata: function that returns the metadata to send with each call, such as the token.
-        errors: function that returns a context manager, which converts exceptions raised by calls to TqError.
+        errors: function that returns a context manager that converts exceptions raised by calls to TqError.
         link: link for sharing memory with a service on this host, or None to send all bytes over the network.
-        bulk: link to the service's bulk port, or None to do without bulk connections.
+        bulk: link to the service's bulk port, or None to use no bulk connections.
     """
 
     # Set by subclasses: the class for put calls, the wrapper for blocking calls, and iter and next for streams.

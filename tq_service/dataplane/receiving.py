@@ -1,6 +1,6 @@
-"""Receiving the response to a get, from frames or shared memory, into memory that backs the caller's tensors.
+"""Receive the response to a get, from frames or shared memory, into memory that backs the caller's tensors.
 
-Columns in shared memory are used in place if they are contiguous, and large enough to justify keeping the memory
+Columns in shared memory are used in place if they are contiguous and large enough to justify keeping the memory
 occupied:
 
     for the program    on a private mapping, until the program has deleted its tensors
@@ -42,7 +42,7 @@ Received: TypeAlias = tuple[ColumnShape, Bytes]
 
 
 class Placement(Protocol):
-    """Interface for objects that provide the memory for the columns of a get, instead of new memory."""
+    """Interface for objects that provide the memory for a get's columns, in place of newly allocated memory."""
 
     def device_of(self, column: ColumnShape) -> Device | None:
         """Return the device that a column will be copied to after the get, or None."""
@@ -125,7 +125,7 @@ class AnswerReader:
 
     @property
     def places_next(self) -> bool:
-        """Whether processing the next message requires memory from the placement, which may take long to provide it."""
+        """Whether processing the next message requires memory from the placement, which may be slow to provide it."""
         return self._placement is not None and self._receiver is None
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
@@ -157,7 +157,7 @@ class AnswerReader:
             )
 
     def receive_bulk(self, link: BulkLink, deadline: Deadline) -> None:
-        """Receive the columns that the bulk ticket refers to.
+        """Receive the columns covered by the bulk ticket.
 
         Raises:
             UnavailableError: some bytes did not arrive.
@@ -279,7 +279,7 @@ class AnswerReader:
         return [ranges[number] for number in range(len(ranges))]
 
     def finish(self) -> list[Received]:
-        """Return the columns with their bytes, in the order in which they were requested."""
+        """Return the columns with their bytes, in the requested order."""
         with _agreement():
             sent = iter(self._started().finish())
         return [

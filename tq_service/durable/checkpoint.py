@@ -1,4 +1,4 @@
-"""Checkpoints. A checkpoint stores a service's state at one point in time, including all sample bytes, in one file.
+"""Checkpoints. A checkpoint file stores a service's state at one point in time, including all sample bytes.
 
     PartitionPlan: groups cells into blocks --> CheckpointWriter: writes the blocks, then the state
     read_checkpoint: checks everything --> its blocks become puts --> relocate: partitions refer to these puts
@@ -10,8 +10,8 @@ partial file left behind by an interrupted checkpoint.
 
 A block contains a few MiB of cells from any number of puts. The cells of a block are in table order, come from one
 storage service, and belong to fields written by the same puts. On restore, each block becomes one put. A million small
-puts can thus be restored as a few hundred puts on any storage service with enough space. A restored partition's puts
-correspond to its blocks, in file order.
+puts can thus be restored as a few hundred puts on any storage service with enough space. The puts of a restored
+partition are in the same order as its blocks in the file.
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ class Block:
         partition_id: id of the partition that contains the cells.
         puts: puts that contain the cells, all from a single storage service.
         runs: positions of the cells in `puts`.
-        global_indexes: global index of each cell's sample, of shape `(n,)`. If a cell has several extents, the index is
-            repeated for each of them. For cells shared within groups, the array contains the index of each group's
-            first sample, or -1 for a group without samples.
+        global_indexes: global index of each cell's sample, as an array of shape `(n,)`. If a cell has several extents,
+            the array contains its sample's index once per extent. For cells shared within groups, the array contains
+            the index of each group's first sample, or -1 for a group without samples.
         is_shared: whether each cell is shared by all samples of a group.
         column_bytes: total size of each field's cells, in bytes. The mapping is empty until the cells are written.
     """
@@ -202,7 +202,7 @@ class PartitionPlan:
     """Plan for dividing one partition's cells into the blocks of a checkpoint.
 
     Attributes:
-        blocks: blocks that contain the partition's cells.
+        blocks: checkpoint blocks into which the cells are divided.
     """
 
     def __init__(self, partition: PartitionSnapshot) -> None:
@@ -231,7 +231,7 @@ class PartitionPlan:
                 self._extent_cells[found.slots] = self._add_blocks(tuple(names), found.cells, indexes)
 
     def partition(self) -> PartitionSnapshot:
-        """Return the partition snapshot with blocks in place of puts. Call this after all blocks are written."""
+        """Return a partition snapshot that refers to blocks instead of puts. Call this after all blocks are written."""
         count = len(self.blocks)
         cells = np.array([block.global_indexes.size * len(block.runs.field_names) for block in self.blocks], np.int64)
         columns = {
@@ -276,9 +276,10 @@ class PartitionPlan:
     def _add_blocks(
         self, names: tuple[str, ...], cells: Indexes, indexes: Indexes, *, is_shared: bool = False
     ) -> Indexes:
-        """Divide the cells of fields with equal cell locations into blocks of a few MiB, each from one storage service.
+        """Divide cells into blocks of a few MiB, each from one storage service.
 
-        Return the location of each cell in the new blocks. `indexes` contains the global index of each cell's sample.
+        All fields in `names` have the same cell locations. `indexes` contains the global index of each cell's sample.
+        Return the location of each cell in the new blocks.
         """
         renamed = np.full(cells.size, NOT_PRODUCED, np.int64)
         produced = np.flatnonzero(cells >= 0)
@@ -322,7 +323,7 @@ def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]
 
 
 def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[list[str], Indexes]]:
-    """Group fields with equal cell locations. Return the field names and cells of each group."""
+    """Group fields whose cells have the same locations. Return the field names and cells of each group."""
     found: dict[bytes, tuple[list[str], Indexes]] = {}
     for name, column in cells_of_fields.items():
         cells: Indexes = column.values()
@@ -356,7 +357,7 @@ class CheckpointWriter:
             write_record(self._writer, facts)
 
     def add(self, block: Block, values: Iterable[tuple[ColumnShape, memoryview]]) -> None:
-        """Write a block: a description of its columns, followed by their bytes."""
+        """Write a block, that is, a description of its columns followed by their bytes."""
         columns, chunks = zip(*values, strict=True)
         stored = StoredBlock(partition_id=block.partition_id, row_count=block.global_indexes.size, columns=columns)
         block.column_bytes = {column.spec.name: column.value_bytes for column in columns}
@@ -413,8 +414,7 @@ class Checkpoint:
         path: path of the checkpoint file.
         facts: summary at the start of the file.
         blocks: descriptions of the blocks, in file order.
-        state: state at the end of the file. In the state's partitions, the blocks take the place of puts, in file
-            order.
+        state: state at the end of the file. The state's partitions refer to blocks, in file order, instead of puts.
     """
 
     path: Path
@@ -493,7 +493,7 @@ def _check_blocks(partitions: Sequence[PartitionSnapshot], blocks: Sequence[Stor
 
 
 def relocate(partitions: Iterable[Partition], puts: Iterable[Put]) -> None:
-    """Replace the puts in restored partitions with the puts created from the checkpoint's blocks, in order."""
+    """Replace the placeholders in restored partitions with the puts created from the checkpoint's blocks, in order."""
     became = iter(puts)
     for partition in partitions:
         table = partition.cells.puts

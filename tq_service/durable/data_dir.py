@@ -38,8 +38,8 @@ class Identity:
     Attributes:
         controller_boot_id: 16-byte instance id of the controller that stores its state in the directory.
         storage_boot_id: 16-byte instance id of the storage service that stores its puts in the directory.
-        storage_id: name of the storage service, used in the locations of cells. The storage_id is empty until a name is
-            set.
+        storage_id: name of the storage service, which is part of each cell's location. The string is empty until a name
+            is set.
     """
 
     controller_boot_id: bytes
@@ -113,7 +113,7 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def _locked(path: Path) -> int:
-    """Lock a directory. Return a file descriptor; closing the descriptor or exiting the process releases the lock.
+    """Lock a directory. Return a file descriptor that holds the lock until it is closed or the process exits.
 
     Args:
         path: path of a file that is used only for the lock and is never removed.
@@ -155,7 +155,7 @@ class DataDir:
 
     Attributes:
         path: path of the directory.
-        identity: identity stored in the directory.
+        identity: ids and name stored in `identity.json`.
         segments_path: path of the subdirectory that contains the bytes of large puts.
     """
 

@@ -1,7 +1,7 @@
-"""Snapshots. A snapshot captures a service's state at one point in time in a single file.
+"""Snapshots. A snapshot is a single file that captures a service's state at one point in time.
 
 A snapshot is either read in full or rejected. A file consists of records (see `journal/files.py`). Each record contains
-a dataclass and its class name, except for records that contain the bytes of blocks:
+either a dataclass instance and its class name, or bytes of a block:
 
     Header, [CheckpointFacts], [StoredBlock, bytes ...] ..., state
     state: [PartitionHeader, ColumnPart ..., [TaskFacts, (Batches | TaskRecords) ...] ...] ..., ServiceRecords ...
@@ -57,8 +57,8 @@ class ServiceSnapshot:
     """The complete state from which a service is restored at startup.
 
     Attributes:
-        partitions: partitions of the controller.
-        policies: policies of the controller.
+        partitions: snapshots of the controller's partitions.
+        policies: the controller's policies and their published versions.
         answers: recorded controller responses, kept so that retries receive the same response. Each response is encoded
             as a tuple (message name, bytes).
         puts: put records of the storage engine.
@@ -71,7 +71,7 @@ class ServiceSnapshot:
 
 
 def write_snapshot(path: Path, snapshot: ServiceSnapshot) -> None:
-    """Write a snapshot file, which becomes visible only once complete and synced. Call this from a worker thread.
+    """Write a snapshot file, which becomes visible only once it is complete and synced. Call this from a worker thread.
 
     Raises:
         OSError: the file could not be written.
@@ -102,7 +102,7 @@ def read_snapshot(path: Path) -> ServiceSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The first record of a file. In a checkpoint, blocks take the place of puts and contain the sample bytes."""
+    """The first record of a file. A checkpoint contains blocks of sample bytes instead of puts."""
 
     format_version: int
     is_checkpoint: bool = False
@@ -227,7 +227,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecords:
-    """Entries to append to the `TaskSnapshot` lists of the same names."""
+    """For each attribute, entries to append to the `TaskSnapshot` list of the same name."""
 
     claims: list[Claim] = field(default_factory=list)
     names: list[tuple[str, bytes]] = field(default_factory=list)
@@ -291,7 +291,7 @@ class SnapshotReader:
 
 
 def write_record(writer: RecordWriter, value: object) -> None:
-    """Append a record that contains a dataclass and its class name."""
+    """Append a record that contains a dataclass instance and its class name."""
     writer.write(codec.encode_named(value))
 
 
@@ -405,7 +405,7 @@ def _table(size: int, parts: Mapping[str, Sequence[NDArray[Any]]]) -> TableSnaps
 def _column_parts(column: ColumnSnapshot) -> Iterator[NDArray[Any]]:
     """Yield the values of a column in one or more parts.
 
-    Each part contains tens of thousands of numbers, or a smaller number of objects.
+    Each part contains tens of thousands of values, or fewer if the values are objects.
     """
     if not column.size:
         yield np.empty(0, column.dtype)

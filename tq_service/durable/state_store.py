@@ -59,7 +59,7 @@ _LAST_RETRY_SECONDS: Final = 600.0
 
 
 class Stream(enum.IntEnum):
-    """The source of a record in the log. The number of a stream is stored in the log files.
+    """The source of a record in the log. Each stream's number is stored in the log files.
 
     The records of both streams form a single sequence. A put is recorded before the change that refers to it, and its
     removal is recorded after the change that frees it. A single sync makes records of both streams durable.
@@ -83,7 +83,7 @@ _RECORDS_A_TURN: Final = 64  # number of records that a standby applies before i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """Counts of the items recovered from the data directory, and how long the recovery took."""
+    """Number of items recovered from the data directory, and duration of the recovery."""
 
     partition_count: int
     sample_count: int
@@ -350,7 +350,7 @@ class StateStore:
     # Log of the state machine
 
     def check_open(self) -> None:
-        """Raise the error passed to `abandon`, if `abandon` has been called."""
+        """If `abandon` has been called, raise the error that was passed to it."""
         if self._abandoned is not None:
             raise self._abandoned
 
@@ -399,7 +399,7 @@ class StateStore:
         """Stop writing. Discard the records appended in this event-loop step, and all later changes and snapshots.
 
         Args:
-            error: error to raise for all later changes and durability waits.
+            error: error that all later changes and waits for durability raise.
         """
         self._abandoned = error
         self.is_failing = True
@@ -413,7 +413,7 @@ class StateStore:
 
     @property
     def has_unflushed(self) -> bool:
-        """Whether any appended record is not yet durable."""
+        """Whether some appended records are not yet durable."""
         return self._log.has_unflushed
 
     @property

@@ -42,7 +42,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
 
     Args:
         cfg: the `data_plane` section of NeMo-RL's configuration. `controller_address` is the service's address,
-            "host:port", and defaults to `TQ_ADDRESS`. `namespace` separates runs that share a service, and defaults to
+            "host:port", and defaults to `TQ_ADDRESS`. `namespace` isolates runs that share a service, and defaults to
             `TQ_NAMESPACE`. Size settings for TransferQueue's backends are ignored.
         bootstrap: whether this process is the driver. The driver immediately checks that the service is reachable.
 
@@ -98,7 +98,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
                 types are rejected.
 
         Raises:
-            AlreadyExistsError: the partition contains samples, and was created with different tasks or enums.
+            AlreadyExistsError: the partition contains samples and was created with different tasks or enums.
         """
         del fields, num_samples, grpo_group_size
         settings: dict[str, Any] = {
@@ -188,7 +188,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         """Put fields and tags of new or existing samples atomically.
 
         Returns:
-            References to the samples, with the names of the put fields and the tags.
+            References to the samples, including their tags and the names of the fields that were put.
         """
         if sample_ids and (fields is not None or tags is not None):
             data = None if fields is None else fields.detach()

@@ -76,9 +76,9 @@ class StoredValue:
 
 
 def _received(*values: Any) -> StoredValue:
-    """Rebuild the location of a value from the values of its attributes.
+    """Rebuild a location from the values of its attributes.
 
-    Unpickling a location that comes from another process calls this function.
+    This function is called when a location from another process is unpickled.
 
     The call also ensures that verl has an engine for refs to the value.
     """
@@ -122,10 +122,10 @@ class TqServiceStorageEngine:
     Args:
         address: address of the service, "host:port", or several addresses. Defaults to `TQ_ADDRESS`.
         partition_id: partition for new values. Refs to values in other partitions also work.
-        namespace: namespace that separates runs that share a service. Defaults to `TQ_NAMESPACE`.
+        namespace: namespace that isolates runs that share a service. Defaults to `TQ_NAMESPACE`.
         ttl_seconds: seconds after which the service frees unreleased values. If None, values are never freed
-            automatically. The limit applies only if this engine creates the partition, as it does when it connects, and
-            when it clears the partition.
+            automatically. The limit applies only if this engine creates the partition, which it does when it connects
+            and after it clears the partition.
     """
 
     backend = BACKEND
@@ -184,8 +184,8 @@ class TqServiceStorageEngine:
         Args:
             value: a tensor on any device, an array, or an object whose type is allowed in object fields.
             key_hint: prefix of the ref's `uid`.
-            spec: a verl `FieldSpec`. The ref takes its dtype from the spec. It takes its shape from the spec if the
-                value has none.
+            spec: a verl `FieldSpec`. The ref takes its dtype from the spec. The ref takes its shape from the spec if
+                the value has none.
 
         Raises:
             UnsupportedObjectError: the type of the object cannot be stored.
@@ -254,7 +254,7 @@ class TqServiceStorageEngine:
         Raises:
             SampleNotFoundError, PartitionNotFoundError: the value was released or cleared. Both errors are KeyErrors.
             ValueError: the ref belongs to a different backend.
-            DataLossError: the storage service that stored the value restarted without the value.
+            DataLossError: the storage service that stored the value has restarted and lost the value.
         """
         return self.get_many([ref])[0]
 
@@ -265,7 +265,7 @@ class TqServiceStorageEngine:
 
         Args:
             refs: the refs. Several refs may select different rows of the same value.
-            apply_ops: whether to apply the slices and operations of the refs, instead of returning complete values.
+            apply_ops: whether to apply the refs' slices and operations instead of returning complete values.
 
         Raises:
             SampleNotFoundError, PartitionNotFoundError, ValueError, DataLossError: see `get`.
@@ -336,7 +336,7 @@ class TqServiceStorageEngine:
 
         Args:
             old_engine: the engine that stores the values of the refs. Defaults to this engine.
-            refs: one or more refs, whose values are joined in this order.
+            refs: one or more refs, whose values are joined in the given order.
 
         Raises:
             ValueError: there are no refs, a ref is None, or the values differ in dtype or row shape.
@@ -398,12 +398,12 @@ def _engine_of(
 
 
 class _Wanted:
-    """A ref, with the value to fetch for the ref.
+    """A ref and the value to fetch for it.
 
     Attributes:
         value: location of the value.
         indexes: indexes of the samples to fetch.
-        alike: key that is equal for all refs whose values are fetched together.
+        alike: key shared by all refs whose values are fetched together.
         rows: the fetched rows of these samples; None before the fetch.
     """
 
@@ -502,7 +502,7 @@ def _plain(dim: Any) -> Any:
 
 
 def _column_of(value: Any, partition_id: str) -> _Column:
-    """Convert a value to rows of the field for the value's dtype and number of dimensions."""
+    """Convert a value to rows of a field that matches its dtype and number of dimensions."""
     form: Literal["tensor", "array", "object"] = "object"
     dtype, size_bytes = "", 0
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
@@ -598,8 +598,8 @@ def install(engine: TqServiceStorageEngine | None = None, *, clear_at_exit: bool
 
     Args:
         engine: the engine to use. Defaults to a new engine for `TQ_ADDRESS`.
-        clear_at_exit: whether to free all values in the engine's partition when this process ends. Set this option only
-            in the driver of a run.
+        clear_at_exit: whether to free all values in the engine's partition when this process exits. Set this option
+            only in the driver of a run.
 
     Returns:
         The new default engine.
@@ -621,12 +621,12 @@ def _clear_quietly(engine: TqServiceStorageEngine) -> None:
 
 
 def _register(engine: TqServiceStorageEngine | None) -> None:
-    """Register an engine with verl, for refs whose backend is this module's `BACKEND`.
+    """Register an engine with verl for refs whose backend is this module's `BACKEND`.
 
     If `engine` is None, register a new engine for `TQ_ADDRESS`, unless an engine is already registered.
 
-    verl looks up engines in a dict. However, the function with which verl releases refs supports only verl's own
-    backends, so this module replaces that function.
+    verl looks up engines in a dict. However, verl's function for releasing refs supports only verl's own backends, so
+    this module replaces it.
     """
     from verl.experimental.neoproto import neo  # noqa: PLC0415  (verl's module imports the engine module)
     from verl.experimental.neoproto.storage import default  # noqa: PLC0415  (as above)

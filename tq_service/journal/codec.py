@@ -2,11 +2,12 @@
 
 A dataclass is encoded as a msgpack map from field names to values. Fields that hold their default value are omitted.
 Fields declared with `field(metadata={"is_encoded": False})` are also omitted. Decoding follows the declared types, so
-older data remains readable when a field with a default is added. If the data contains an unknown field, the error
-states that a newer version wrote the data.
+older data remains readable when a field with a default is added. Decoding an unknown field raises an error that
+attributes the data to a newer version.
 
-Arrays are encoded as bytes. A range of consecutive integers is always encoded as two numbers, however long the range
-is. `compact` makes an array's encoding smaller but takes longer. Object arrays may contain strings, tuples and None.
+Arrays are encoded as bytes. A range of consecutive integers is encoded as two numbers, regardless of its length.
+`compact` reduces the encoded size of an array but takes additional time. Object arrays may contain strings, tuples and
+None.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _local = threading.local()  # one packer per thread, because creating a packer t
 
 
 def encode(value: Any) -> bytes:
-    """Encode a dataclass, or a plain value that contains dataclasses.
+    """Encode a dataclass or a plain value that contains dataclasses.
 
     Raises:
         TypeError: the value contains an object that is not a plain value, an array or a dataclass.
@@ -158,7 +159,7 @@ def _encoded_fields(kind: Any) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that msgpack cannot pack to a value that msgpack can pack."""
+    """Convert an array or a dataclass to an object that msgpack can pack."""
     if isinstance(value, np.ndarray):
         return _packed_array(value)
     if not dataclasses.is_dataclass(value):
@@ -187,7 +188,7 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
 
 
 def compact(values: NDArray[Any]) -> Any:
-    """Convert a one-dimensional array to a more compact form for `encode`. The result decodes to an equal array.
+    """Convert a one-dimensional array to a more compact form for `encode`. Decoding the result yields an equal array.
 
     Integers and booleans become either runs of consecutive numbers or offsets from the minimum. Each offset takes a few
     bytes, or none if all values are equal. Other arrays are returned unchanged.

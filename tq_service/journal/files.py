@@ -15,16 +15,15 @@ The log is a chain of segments. Each frame in a segment contains the records of 
 
     segment: "tqlog004", opening frame, frame ..., closing frame
 
-A new segment begins when the service starts, when the current segment reaches its size limit, and with each snapshot. A
-snapshot and the segment that begins with it have the same number. After a snapshot is loaded, reading continues at the
-segment with the same number. Records are numbered consecutively across segments. Each frame has the number of its first
-record.
+A new segment begins when the service starts, when the current segment reaches its size limit, and when a snapshot is
+taken. A snapshot and the segment that begins with it have the same number. After a snapshot is loaded, reading
+continues at the segment with the same number. Records are numbered consecutively across segments. The number of a frame
+is that of its first record.
 
-The boundary between two segments takes up one number. The earlier segment ends with a closing frame, which has an empty
-body, carries the boundary's number and announces the next segment. The next segment repeats the number in its file name
-and in its opening frame, which describes how the segment is written. If the process is killed, the current segment
-consists of complete frames, followed by at most one partial frame. A power loss may
-cause other damage to bytes that were not synced.
+Each boundary between two segments also uses one number. The earlier segment ends with a closing frame, which has an
+empty body and the boundary's number. The next segment has the same number in its file name and in its opening frame,
+which describes how the segment is written. If the process is killed, the current segment consists of complete frames,
+followed by at most one partial frame. A power loss may damage unsynced bytes in other ways.
 """
 
 from __future__ import annotations
@@ -156,8 +155,8 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
     """Create a directory and its missing parents so that they survive a power loss.
 
     Args:
-        path: directory to create.
-        mode: permissions of the directory. New parent directories receive the default permissions.
+        path: path of the new directory.
+        mode: permissions of the new directory. New parent directories receive the default permissions.
 
     Raises:
         OSError: the directory could not be created.
@@ -169,7 +168,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Sync a file, or the entries of a directory, so that it survives a power loss."""
+    """Sync a file's contents or a directory's entries so that they survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -187,7 +186,7 @@ class Break(Exception):  # noqa: N818  (caught by the reader, which raises an er
     """The expected frame is missing or damaged.
 
     Attributes:
-        is_torn: whether the damage is consistent with a process killed during a write.
+        is_torn: whether the damage could result from the process being killed during a write.
     """
 
     def __init__(self, problem: str, *, is_torn: bool = False) -> None:
@@ -196,7 +195,7 @@ class Break(Exception):  # noqa: N818  (caught by the reader, which raises an er
 
 
 def frame(number: int, parts: Iterable[bytes | bytearray | memoryview]) -> tuple[bytes, bytes]:
-    """Return the header and body of a frame. The parts are copied into the body."""
+    """Create a frame whose body consists of the given parts, and return its header and body."""
     body = b"".join(parts)
     checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
     return checked + _CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
@@ -221,9 +220,9 @@ def read_frame(file: BinaryIO, number: int) -> bytes:
 
 
 class Pace:
-    """Pauses a thread briefly after every half millisecond of running Python code, so that the event loop can run.
+    """Pauses a thread briefly after every half millisecond of running Python code so that the event loop can run.
 
-    Without these pauses, the interpreter switches threads only every 5 ms, which would delay each step of the loop.
+    Without these pauses, the interpreter would switch threads only every 5 ms and delay each step of the loop.
     """
 
     def __init__(self) -> None:
@@ -282,7 +281,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
     """Yield the records in a record file.
 
     Args:
-        path: path of the file.
+        path: path of the segment file.
         at: byte position of the first record to read, or 0 for the start of the file.
         number: number of the first record to read.
 
@@ -307,7 +306,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
 
 
 def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] = lambda _: 1) -> Iterator[list[Each]]:
-    """Group values into lists with a total size of at least `least`. The last list may be smaller."""
+    """Group values into lists, each with a total size of at least `least`. The last list may be smaller."""
     some: list[Each] = []
     size = 0
     for value in values:
@@ -343,7 +342,7 @@ def segment_numbers(directory: Path) -> list[int]:
 
 @cache
 def machine_boot_id() -> str:
-    """Return an id that changes when the machine reboots, or "" if unknown.
+    """Return an id that changes when the machine reboots, or "" if the id is unknown.
 
     Only a reboot can lose unsynced bytes.
     """
@@ -354,10 +353,10 @@ def machine_boot_id() -> str:
 
 
 class SegmentWriter:
-    """A segment that is open for writing, used by at most one thread at a time. Methods raise OSError if they fail.
+    """A segment that is open for writing. Only one thread at a time may use it. Methods raise OSError if they fail.
 
     Args:
-        path: path of the file.
+        path: path of the segment file.
         flags: additional flags for `os.open`.
         end: number of bytes to keep; the rest of the file is truncated.
     """
@@ -408,8 +407,8 @@ class FoundSegment:
     """A segment written by an earlier process.
 
     Attributes:
-        number: number in the file name.
-        path: path of the file.
+        number: segment number from the file name.
+        path: path of the segment file.
         size: file size in bytes.
         end: number of intact bytes read so far, not including the closing frame.
         last_number: number of the last record before `end`.
@@ -456,7 +455,7 @@ class FoundSegment:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether the flaw cannot be explained by a killed process or a power loss."""
+        """Whether the flaw must have a cause other than a killed process or a power loss."""
         if self.flaw is None or self.flaw.is_torn or self.may_lose_tail:
             return False
         # A power loss may destroy any unsynced bytes, all of which belong to the last commit.
@@ -741,7 +740,7 @@ class FileBackend:
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether the disk was full and is still low; the remaining space is reserved for records that free space."""
+        """Whether the disk was full and has not yet recovered; the remaining space is for records that free space."""
         if self._reserve.is_filled:
             return False
         if time.monotonic() >= self._look_at and self._segment is not None:
@@ -750,7 +749,7 @@ class FileBackend:
         return True
 
     def sync_rotated(self, number: int) -> None:
-        """Sync a new segment and its directory, so that the segment survives a power loss."""
+        """Sync a new segment and its directory so that the segment survives a power loss."""
         sync_path(segment_path(self._directory, number))
         sync_path(self._directory)
 

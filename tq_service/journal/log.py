@@ -32,7 +32,7 @@ class Record(NamedTuple):
     """A record read from the log.
 
     Attributes:
-        number: position of the record in the log. Numbers increase, but not every number belongs to a record.
+        number: position of the record in the log. The numbers increase from record to record but may have gaps.
         stream: number of the record's stream.
         data: contents of the record.
     """
@@ -66,7 +66,7 @@ class LogBackend(Protocol):
         is_blocking: whether `write` waits for a disk or the network and must therefore be called in a thread.
         group_bytes: maximum total size, in bytes, of the groups joined into one write.
         segment_bytes: segment size that triggers an automatic rotation.
-        patience_seconds: how long writes to an unreachable backend are retried before callers get an error.
+        patience_seconds: how long to retry writes to an unreachable backend before callers receive an error.
     """
 
     is_blocking: bool
@@ -81,7 +81,7 @@ class LogBackend(Protocol):
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether so little space is left that writes that enlarge the state must be rejected."""
+        """Whether too little space is left to accept writes that enlarge the state."""
         ...
 
     def read(self, number: int) -> Iterator[Record]:
@@ -174,7 +174,7 @@ class Log:
 
     @property
     def has_unflushed(self) -> bool:
-        """Whether any appended record is not yet durable or will never be durable."""
+        """Whether any appended record is not durable yet or never will be."""
         return self._durable != self._appended or self._abandoned is not None
 
     @property
@@ -211,7 +211,7 @@ class Log:
         return self._appended
 
     def abandon(self, error: TqError) -> None:
-        """Stop writing. Discard the records appended in this event-loop step, which may not match the state in memory.
+        """Stop writing. Discard the records appended in this event-loop step; they may not match the state in memory.
 
         Earlier groups may still be written, but callers that wait for those groups get the error.
 
@@ -289,7 +289,7 @@ class Log:
                 self._wake()
 
     def _wake(self, error: BaseException | None = None) -> None:
-        """Wake callers whose records are durable, on the event loop. If `error` is set, fail all other callers."""
+        """On the event loop, wake the callers whose records are durable. If `error` is set, fail all other callers."""
         self._durable = self._committed
         while self._futures and (error is not None or self._futures[0][0] <= self._durable):
             _, done = self._futures.popleft()
@@ -309,7 +309,7 @@ class Log:
     # Committing
 
     def _commit_soon(self) -> Future[None] | None:
-        """Commit the queue. If the backend is blocking, return the future of the job that commits the queue."""
+        """Commit the queue. For a blocking backend, return the future of the commit job."""
         self._check_open()
         self._end_group()
         if not self.backend.is_blocking:

@@ -1,7 +1,7 @@
-"""Changes to the consumption of a task: claims, acknowledgements, releases, leases and epochs.
+"""Changes to a task's consumption: claims, acknowledgements, releases, leases and epochs.
 
 In each change, `check` validates the change against the task and its claims, and finds the affected rows. The method
-`make` then updates the ledger of the task and records the consequences.
+`make` then updates the task's ledger and records the consequences.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TaskSeen(Change):
     task_name: str
 
     def prepare(self, state: State) -> Partition | None:
-        """Return the partition, or None if the partition already has a ledger for the task.
+        """Return the partition, or None if it already has a ledger for the task.
 
         Raises:
             TaskNotFoundError: the partition declares its tasks, and this task is not one of them.
@@ -95,11 +95,11 @@ class SamplesClaimed(TaskChange):
     """Samples were claimed according to a plan, either by a queue worker or as the next batch for all ranks.
 
     Attributes:
-        plan: record of the plan.
+        plan: samples planned for each rank or for the queue worker.
         batch_spec: arguments of a request for a batch or a named claim; None for an unnamed claim.
         request_id: id of a queue worker's request; empty for a batch.
         lease: lease terms of a queue worker's claim. None means that delivered samples need no acknowledgement.
-        claim_name: name that a queue worker can use to request the claim again; empty for an unnamed claim.
+        claim_name: name with which a queue worker can request the claim again; empty for an unnamed claim.
     """
 
     plan: RecordedPlan
@@ -113,9 +113,9 @@ class SamplesClaimed(TaskChange):
         return partition.positions_of(self.plan.named)
 
     def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> Claim:
-        """Record the delivery of the plan in the ledger, and return the claim.
+        """Record in the ledger that the plan was delivered, and return the claim.
 
-        The delivery consumes or leases the samples of the plan.
+        Delivery consumes the samples in the plan or leases them.
         """
         step.consumed[partition] = None
         claim = task.deliver(
@@ -163,8 +163,8 @@ class ClaimReleased(TaskChange):
     """A queue worker's claim was released, which made its remaining samples claimable again.
 
     Samples that have already been acknowledged or released are ignored. An unknown claim is also ignored, because a
-    client may release a claim without having received the response to its request. If the claim shares its lease, the
-    slots of unfinished prompts are removed (see `SharedLease`).
+    client may release it without having received a response to the claim. If the claim shares its lease, the slots of
+    unfinished prompts are removed (see `SharedLease`).
 
     Attributes:
         global_indexes: leased samples to release. None releases all remaining samples.
@@ -267,7 +267,7 @@ class ClaimExtended(TaskChange):
         return claim, lease
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, LeaseTerms], step: Step) -> int:
-        """Set the lease duration, restart the lease, and return the number of leased samples."""
+        """Set the lease duration, restart the lease, and return how many samples are leased."""
         claim, lease = found
         shared = SharedLease.of(partition, task, claim)
         for side in (Leased(partition, task, claim),) if shared is None else shared:
@@ -278,7 +278,7 @@ class ClaimExtended(TaskChange):
 
 
 class LeaseExpired(TaskChange):
-    """The lease of a claim expired, so the claim's remaining samples become claimable again or are dead-lettered."""
+    """A claim's lease expired, so its remaining samples became claimable again or were dead-lettered."""
 
     request_id: bytes
 
@@ -290,7 +290,7 @@ class LeaseExpired(TaskChange):
         return claim, task.left(claim)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> None:
-        """End the lease on the samples and, if a second claim shares the lease, on the samples of that claim."""
+        """End the lease on the samples and, if a second claim shares it, on that claim's samples."""
         claim, positions = found
         if (shared := SharedLease.of(partition, task, claim)) is not None:
             shared.expire(step)
@@ -299,7 +299,7 @@ class LeaseExpired(TaskChange):
 
 
 class ConsumptionReset(TaskChange):
-    """Consumption of a task was reset, which started the next epoch.
+    """A task's consumption was reset, which started its next epoch.
 
     Attributes:
         keep_consumed: whether consumed samples remain consumed. Leased and dead-lettered samples always become
@@ -357,7 +357,7 @@ class TaskAdvanced(TaskChange):
     saved: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[int, int] | None:
-        """Return `trained` and `saved`, with -1 for an unreported value, or None if neither value has increased.
+        """Return `trained` and `saved`, with -1 for a value that was not reported, or None if neither has increased.
 
         Raises:
             InvalidArgumentError: a reported batch has not been planned.
@@ -392,9 +392,9 @@ class RanksRestarted(TaskChange):
     Attributes:
         dp_size: new number of ranks.
         trained: batch_index of the last trained batch; -1 if no batch was trained.
-        epoch: epoch of the old ranks. The epoch prevents a repeated call from restarting the ranks twice. The ranks
-            have already restarted if this epoch has ended, the task has `dp_size` ranks, and no batch after `trained`
-            has been trained. If None, the ranks always restart.
+        epoch: epoch in which the old ranks ran. The epoch prevents a repeated call from restarting the ranks twice. The
+            ranks have already restarted if this epoch has ended, the task has `dp_size` ranks, and no batch after
+            `trained` has been trained. If None, the ranks always restart.
     """
 
     dp_size: int
@@ -428,7 +428,7 @@ class RanksRestarted(TaskChange):
         return True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> tuple[int, int]:
-        """Restart the ranks, and return how many trained batches and how many of their samples are planned again."""
+        """Restart the ranks, and return how many trained batches and samples are planned again."""
         before = task.trained
         repeated = task.claim[task.rows_of_batches(self.trained, before)] != DROPPED
         later = task.rows_of_batches(min(before, self.trained), task.next_batch_index)
@@ -477,7 +477,7 @@ class DeadLettersRequeued(TaskChange):
 
 
 class GroupsKept(TaskChange):
-    """A task changed whether or how it keeps groups together.
+    """The setting that keeps a task's groups together was changed.
 
     Attributes:
         kept_groups: new value of `TaskFacts.kept_groups`.
@@ -515,14 +515,14 @@ def acknowledge(partition: Partition, acked: Acked, step: Step) -> None:
 
 
 def finish_prompts(partition: Partition, acked: Acked, step: Step) -> None:
-    """Acknowledge the finished prompts, those whose slots are all live."""
+    """Acknowledge the finished prompts, which are those whose slots are all live."""
     shared = SharedLease.of(partition, acked.task, acked.claim)
     if shared is not None and acked.claim is shared.slots.claim:
         shared.acknowledge_finished(shared.prompts.task.left(shared.prompts.claim), step)
 
 
 def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes, step: Step) -> int:
-    """Acknowledge samples, end the slots of acknowledged prompts, and return the number of acknowledged samples."""
+    """Acknowledge samples, acknowledge or release the slots of prompts among them, and return their number."""
     shared, rows = SharedLease.of(partition, task, claim), partition.table.index[positions]
     _consume(Leased(partition, task, claim), positions, step)
     if shared is not None and claim is shared.prompts.claim:
@@ -583,7 +583,7 @@ class SharedLease(NamedTuple):
     The slots were created for the prompts. Each prompt has the same number of slots, and the slots are in prompt order.
     A prompt is finished when all its slots are live. A claimable prompt has no slots, so generating its group again
     does not create duplicates. One of the two claims may no longer exist, for example because its partition was
-    cleared. In that case, the other claim continues with an ordinary lease.
+    cleared. In that case, the other claim keeps an ordinary lease.
     """
 
     prompts: Leased
@@ -591,7 +591,7 @@ class SharedLease(NamedTuple):
 
     @classmethod
     def of(cls, partition: Partition, task: TaskLedger, claim: Claim) -> SharedLease | None:
-        """Return the shared lease of a claim, or None if the claim does not share a lease."""
+        """Return a claim's shared lease, or None if it has none."""
         if claim.lease is None or not claim.lease.shared_with:
             return None
         other = partition.all_partitions.get(claim.lease.shared_with)
@@ -610,12 +610,12 @@ class SharedLease(NamedTuple):
         return positions.reshape(self.prompts.claim.rows.size, -1)[np.isin(self.prompts.claim.rows, rows)]
 
     def _slots_of(self, rows: Indexes) -> Indexes:
-        """Return the positions of the given prompts' slots, without cleared slots."""
+        """Return the positions of the given prompts' slots, excluding cleared ones."""
         positions = self._slots_by_prompt(rows).ravel()
         return positions[positions >= 0]
 
     def _leased(self, positions: Indexes) -> Indexes:
-        """Return those slots in `positions` that the claim on slots still leases."""
+        """Return the slots in `positions` that their claim still leases."""
         leased: Indexes = positions[self.slots.task.claim[positions] == self.slots.claim.mark]
         return leased
 
@@ -649,7 +649,7 @@ class SharedLease(NamedTuple):
             clear_rows(self.slots.partition, positions, step)
 
     def leave_to_slots(self, rows: Indexes, step: Step) -> None:
-        """Acknowledge prompts whose released slots still exist, because other workers will fill these slots."""
+        """Acknowledge prompts whose released slots still exist, because other workers will fill them."""
         by_prompt = self.slots.claim.rows.reshape(self.prompts.claim.rows.size, -1)
         is_left = self.slots.partition.table.find(rows) >= 0
         kept = self.prompts.claim.rows[np.isin(by_prompt, rows[is_left]).any(axis=1)]
@@ -659,7 +659,7 @@ class SharedLease(NamedTuple):
             _consume(self.prompts, done, step)
 
     def expire(self, step: Step) -> None:
-        """End the lease on unfinished prompts and slots, and acknowledge finished prompts and slots."""
+        """End the lease on unfinished prompts and slots, and acknowledge finished ones."""
         prompts, slots = self
         index = prompts.partition.table.index
         if not (prompts.claim.leased_count or slots.claim.leased_count):
@@ -699,7 +699,7 @@ def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) 
 
 
 def check_growing(partition: Partition, claim: LeasedClaim | None, positions: Indexes) -> None:
-    """Raise an error if samples to be grown or truncated are not held, or are not leased to the claim.
+    """Raise an error if a sample to be extended or truncated is not held, or is not leased to the claim.
 
     If no claim is passed, leases are not checked.
 
@@ -725,7 +725,7 @@ def check_growing(partition: Partition, claim: LeasedClaim | None, positions: In
 
 
 class Acked(NamedTuple):
-    """The samples that a write acknowledges, as a claim and the positions of the samples that it still leases."""
+    """The samples that a write acknowledges: a claim, and the positions of the samples that the claim still leases."""
 
     task: TaskLedger
     claim: Claim
@@ -733,11 +733,11 @@ class Acked(NamedTuple):
 
 
 def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_gathered: bool) -> Acked | None:
-    """Find the samples that a write acknowledges, including samples that the claim's plan dropped.
+    """Find the samples that a write acknowledges, including those dropped by the claim's plan.
 
     Args:
         partition: partition that contains the samples.
-        leased: claim to acknowledge.
+        leased: claim whose samples the write acknowledges.
         rows: global indexes of the written samples.
         is_gathered: whether the write combines several puts.
 
@@ -746,8 +746,8 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
 
     Raises:
         LeaseExpiredError, PreconditionError, TaskNotFoundError: see `check_claim`.
-        InvalidArgumentError: some samples were never in the claim, the samples are only part of an indivisible group,
-            or the write combines several puts although the claim keeps groups together.
+        InvalidArgumentError: some samples were never in the claim, or are only part of an indivisible group. A write
+            that combines several puts is also rejected if the claim keeps groups together.
     """
     task = partition.known_task(leased.task_name)
     claim = task.claims.get(leased.request_id)
@@ -766,7 +766,7 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
 def _find_acked(
     partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None
 ) -> tuple[Claim, Indexes] | None:
-    """Return the claim and the positions of the given samples that the claim leases, or None if it leases none."""
+    """Return the claim and the positions of the given samples that it leases, or None if it leases none of them."""
     _check_leased(partition, task, request_id, rows)
     claim = task.claims.get(request_id)
     if claim is None:
@@ -812,13 +812,13 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
 def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | None) -> Indexes:
     """Return the positions of the given samples that still belong to a claim (see `TaskLedger.left`).
 
-    If `rows` is None, return all samples of the claim. Callers always list every row that the plan dropped, even when
-    they list only some of its samples. A dropped row is therefore returned only together with the remaining members of
-    its group. If no other members remain, it is returned if it is listed.
+    If `rows` is None, return all samples of the claim. Callers always list every row that the plan dropped, even if
+    they list only some of the plan's samples. A dropped row is therefore returned only together with the remaining
+    members of its group. If no other members remain, a dropped row is returned if it is listed.
 
     Raises:
-        InvalidArgumentError: the samples are only part of an indivisible group or of a claim without a lease, and the
-            other samples could never be delivered as a complete group.
+        InvalidArgumentError: only some samples of an indivisible group, or of a claim without a lease, are listed. The
+            others could never be delivered as a complete group.
     """
     table, positions = partition.table, task.left(claim)
     if rows is None:

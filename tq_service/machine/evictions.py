@@ -1,4 +1,4 @@
-"""A change that evicts units that a task can never consume, and requests replacements."""
+"""A change that evicts units a task can never consume, and requests replacements."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class UnitsEvicted(Change):
     Attributes:
         partition_id: partition that contains the units.
         task_name: name of the task whose claim evicted the units.
-        evicted: the evicted units.
+        evicted: units, with the reason for each eviction.
         action: whether the samples were marked as failed or cleared.
-        version: policy version published at the time of the eviction and recorded with each unit; None if there is no
-            policy.
+        version: policy version at the time of the eviction, recorded with each unit; None if there is no policy.
         refill: task that regenerates the units, or None.
     """
 
@@ -98,7 +97,7 @@ class UnitsEvicted(Change):
         return "rollout" if rollout and (self.evicted.unit == "rollout" or not group) else "group"
 
     def _refill(self, state: State, names: list[str | None], step: Step) -> Sequence[RefillOutcome | None]:
-        """Make the samples with the given keys claimable again for the task in `refill`, and return the outcomes."""
+        """Make the samples with the given keys claimable again for the task in `refill`, and return each outcome."""
         if self.refill is None:
             return [None] * len(names)
         partition = state.partitions.get(self.refill.partition_id)

@@ -31,8 +31,8 @@ class CheckedGroupWrite:
 
     Attributes:
         partition: partition that contains the groups.
-        named: groups in the put.
-        specs: specs of the written fields after the put.
+        named: existing and new groups in the put.
+        specs: specs that the written fields have after the put.
     """
 
     partition: Partition
@@ -46,7 +46,7 @@ class GroupsWritten(Change):
     Attributes:
         names: names of the groups, without duplicates.
         put: put that contains the columns, with one row per group.
-        columns: columns of the put.
+        columns: columns that the put contains.
         must_exist: whether each group must already have samples.
     """
 
@@ -83,7 +83,7 @@ class GroupsWritten(Change):
         return CheckedGroupWrite(partition=partition, named=named, specs=specs)
 
     def apply(self, state: State, prepared: CheckedGroupWrite, step: Step) -> Written:
-        """Create the new groups, and store the locations of the new values in the cells of all groups in the put."""
+        """Create the new groups, and store the locations of the new values in the groups' cells."""
         partition, groups = prepared.partition, prepared.partition.groups
         had_groups = groups.in_use
         slots = groups.open(prepared.named)
@@ -151,7 +151,7 @@ def _check_field(partition: Partition, name: str) -> None:
 def _check_write_once(
     partition: Partition, columns: Sequence[ColumnWrite], names: Sequence[str], slots: Indexes
 ) -> None:
-    """Raise AlreadyExistsError if an existing group already has a value in a write-once field of the put."""
+    """Raise AlreadyExistsError if an existing group already has a value in a write-once field of this put."""
     for name in partition.cells.write_once.intersection(column.spec.name for column in columns):
         is_there = (slots >= 0) & (partition.cells.fields[name].cell[slots] >= 0)
         if is_there.any():

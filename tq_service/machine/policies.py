@@ -17,8 +17,8 @@ class VersionPublished(Change):
 
     Attributes:
         policy: name of the policy.
-        version: published version, which must be 0 or more.
-        rewind: whether the version may be lower than the previous published version.
+        version: published version; at least 0.
+        rewind: whether the version may be lower than the previous one.
     """
 
     policy: str
@@ -29,7 +29,7 @@ class VersionPublished(Change):
         """Return None if this version has already been published, otherwise True.
 
         Raises:
-            VersionError: the version is lower than the published version, but `rewind` is not set.
+            VersionError: the version is lower than the published one, and `rewind` is not set.
             InvalidArgumentError: the name is invalid, or the version is out of range.
         """
         check_name("policy", self.policy)
@@ -60,8 +60,8 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
     """Raise an error if a version is too high for the number of batches trained since the last publication.
 
     For tasks with a `max_staleness`, each version corresponds to one batch. The new version may therefore exceed the
-    published version by at most the number of batches trained since then. See "The bound" in docs/asynchronous_rl.md. A
-    task without outstanding work accepts any version.
+    published one by at most the number of batches trained since that publication. See "The bound" in
+    docs/asynchronous_rl.md. A task without outstanding work accepts any version.
 
     Args:
         state: state before the publication.

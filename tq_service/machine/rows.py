@@ -16,7 +16,7 @@ from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, LIVE, distinc
 
 
 def set_state(partition: Partition, code: int, positions: Indexes, step: Step) -> None:
-    """Set the state of rows that have not failed. The age of rows that become live is reset."""
+    """Set the state of rows that have not failed. If the new state is LIVE, their age is reset."""
     changed = positions[partition.state[positions] != code]
     if changed.size == 0:
         return
@@ -59,13 +59,13 @@ def clear_rows(partition: Partition, positions: Indexes, step: Step) -> None:
 
 
 def remove_groups(partition: Partition, slots: Indexes, step: Step) -> None:
-    """Remove groups and rollouts without members, together with their cells. `slots` must be distinct."""
+    """Remove groups and rollouts without members, together with their cells. `slots` must not contain duplicates."""
     step.freed += partition.cells.free_groups(slots)
     partition.groups.remove(slots)
 
 
 def begin_groups(partition: Partition) -> None:
-    """Stop skipping rows once the first group is named, because blocks of rows then no longer count as groups."""
+    """Stop skipping rows: the first group has been named, so blocks of rows no longer count as groups."""
     for task in partition.tasks.values():
         if (taken := task.unskip()).size:
             partition.notify_rows(partition.table.index[taken])
@@ -83,7 +83,7 @@ def seal(partition: Partition, step: Step) -> None:
 
 
 def release_due(partition: Partition, rows: slice | Indexes, step: Step) -> None:
-    """Schedule the release of rows at the end of the change if all releasing tasks are done with them.
+    """Schedule rows for release at the end of the change if all releasing tasks are done with them.
 
     Call this function after each operation that may make rows due for release. For example, a leased sample must be
     checked again when its lease ends, and a sample in an incomplete group when the group becomes complete.
@@ -103,7 +103,7 @@ def _release_due(partition: Partition, rows: Indexes, step: Step) -> None:
 
 
 def release_rows(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Clear rows under the release policy of the partition, and record the release in the ledgers of its tasks."""
+    """Clear rows under the partition's release policy, and record this in the ledgers of its tasks."""
     if not positions.size:
         return
     for task in partition.tasks.values():
@@ -157,7 +157,7 @@ def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes 
     have the state CLEARED, but their values in all other columns still exist.
 
     Args:
-        partition: partition of the task.
+        partition: partition that contains the rows.
         task: ledger of the task.
         positions: positions of rows whose groups may have lost or gained a member. If None, all rows are checked.
         step: current step.

@@ -1,8 +1,7 @@
 """Changes to partitions (create, seal, clear) and to samples (add, write, clear).
 
 A write identifies existing samples by global index or key. New samples need neither an index nor a key. `check_write`
-finds the samples and validates the write against them. The result of `check_write` is valid until the `mark` of the
-partition changes.
+finds the samples and validates the write against them. Its result is valid until the partition's `mark` changes.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class PartitionSealed(Change):
     partition_id: str
 
     def prepare(self, state: State) -> Partition | None:
-        """Return the partition, or None if the partition is already sealed."""
+        """Return the partition, or None if it is already sealed."""
         partition = state.partition(self.partition_id)
         return None if partition.sealed else partition
 
@@ -107,7 +106,7 @@ class PartitionCleared(Change):
         return state.partition(self.partition_id)
 
     def apply(self, state: State, prepared: Partition, step: Step) -> int:
-        """Remove the partition from the state, and return the number of samples that it contained."""
+        """Remove the partition from the state, and return how many samples it contained."""
         del state.partitions[self.partition_id]
         step.freed += prepared.cells.puts.all()
         step.cleared.append(prepared)
@@ -118,7 +117,7 @@ class SnapshotNeeded(Exception):  # noqa: N818  (not an error, and never sent to
     """Raised if the next log entry builds on a newer snapshot than the controller has loaded.
 
     Attributes:
-        number: number of the oldest snapshot that can be used.
+        number: number of the oldest usable snapshot.
     """
 
     def __init__(self, number: int) -> None:
@@ -157,18 +156,18 @@ class SampleWrite:
         row_count: number of samples.
         global_indexes: indexes of existing samples, as an array of shape `(n,)`. None if the samples are new or are
             identified by `keys`.
-        keys: keys of the samples in row order, without duplicates.
+        keys: unique keys of the samples, in row order.
         groups: group of each sample in row order, or "" for no group. Only new samples are assigned to a group.
         rollouts: rollout of each sample in row order, or "" for no rollout. Only new samples are assigned to a rollout.
         ends_rollouts: whether the write closes the samples' rollouts, which then accept no further samples.
         rows_per_put: number of rows per put if the write combines several puts; 0 for a single put.
         put: put that contains the columns. None if the write sets only metadata or state.
-        columns: columns of the put.
+        columns: columns that the put contains.
         claim: leased claim that must contain the samples in `global_indexes`. None if the write does not require a
             claim.
         acks: leased claim whose samples the write also acknowledges, or None.
         is_of_slots: whether the write creates slots, which are new held samples.
-        start_version: policy version that is published when the slots are created, or None.
+        start_version: published policy version at the time the slots are created, or None.
         append_at: lengths of the cells before an append, as an array of shape `(n,)`. None if the columns replace the
             cells.
 
@@ -250,12 +249,12 @@ class CheckedWrite:
     """A write that has been validated against the current state of a partition.
 
     Attributes:
-        positions: positions of the written rows in row order, as an array of shape `(n,)` with -1 for new rows. None if
-            all rows are new.
+        positions: array of shape `(n,)` with the position of each written row, or -1 for a new row. None if all rows
+            are new.
         new_count: number of new rows.
-        groups: groups and rollouts of the new rows. None if the write specifies neither.
-        specs: specs of the written fields after the write.
-        acked: samples that the write acknowledges, or None.
+        groups: groups and rollouts that the new rows join. None if the write specifies neither.
+        specs: specs that the written fields have after the write.
+        acked: samples that the write acknowledges, or None if it acknowledges none.
         mark: value of `Partition.mark` when the write was validated. The validation holds until the mark changes.
     """
 
@@ -271,13 +270,13 @@ class CheckedWrite:
     def is_current(self) -> bool:
         """Whether the validation still holds.
 
-        The value is always False if the write acknowledges samples, because the mark does not track claims.
+        Always False if the write acknowledges samples, because the mark does not track claims.
         """
         return self.acked is None and self.mark == self.partition.mark
 
     @property
     def is_new(self) -> slice | NDArray[np.bool_]:
-        """An index that selects the new rows from an array in row order."""
+        """Index that selects the new rows from an array in row order."""
         return slice(None) if self.positions is None else self.positions < 0
 
 
@@ -456,7 +455,7 @@ class SamplesCleared(Change):
         return (partition, positions) if positions.size else None
 
     def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
-        """Remove the samples from all tables, and return the number of removed samples."""
+        """Remove the samples from all tables, and return how many were removed."""
         partition, positions = prepared
         clear_rows(partition, positions, step)
         return positions.size
@@ -466,10 +465,10 @@ class FoundCells(NamedTuple):
     """The rows and groups whose cells will be cleared. Each row or group has a cell in at least one of the fields.
 
     Attributes:
-        fields: fields to clear whose cells belong to rows.
-        rows: positions of the rows.
-        shared: fields to clear whose cells belong to groups.
-        slots: slots of the groups.
+        fields: fields to clear that store a cell per row.
+        rows: positions of the rows that have a cell to clear.
+        shared: fields to clear that store a cell per group.
+        slots: slots of the groups that have a cell to clear.
     """
 
     partition: Partition
@@ -497,7 +496,7 @@ class CellsCleared(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundCells | None:
-        """Find the cells to clear, or return None if no such cells exist."""
+        """Find the cells to clear, or return None if there are none."""
         partition = state.partition(self.partition_id)
         check_claim(partition, self.claim, self.global_indexes)
         known = [each for name in self.field_names if (each := partition.cells.fields.get(name)) is not None]
@@ -507,7 +506,7 @@ class CellsCleared(Change):
         return FoundCells(partition, own, rows, shared, slots) if rows.size or slots.size else None
 
     def apply(self, state: State, prepared: FoundCells, step: Step) -> int:
-        """Free the cells, and return the number of freed cells."""
+        """Free the cells, and return how many were freed."""
         partition, own, rows, shared, slots = prepared
         count = _cell_count((*own, *shared))
         step.freed += partition.cells.free(rows, own)
@@ -519,10 +518,10 @@ class CellsCleared(Change):
 
 
 class SamplesExpired(Change):
-    """Samples were released because they exceeded the maximum age in the release policy of the partition.
+    """Samples were released because they exceeded the maximum age set in the partition's release policy.
 
     Attributes:
-        before: time in seconds (see `Step.at_seconds`). Samples that were put, or became live, before this time are
+        before: time in seconds (see `Step.at_seconds`). Samples that were put or became live before this time are
             released.
     """
 
@@ -530,7 +529,7 @@ class SamplesExpired(Change):
     before: float
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples to release, or return None. Groups are released only as a whole."""
+        """Find the samples to release, or return None if there are none. Groups are released only as a whole."""
         partition = state.partition(self.partition_id)
         table = partition.table
         is_old = (partition.since[: table.count] < self.before) & (partition.state[: table.count] != CLEARED)
@@ -539,7 +538,7 @@ class SamplesExpired(Change):
         return (partition, old) if old.size else None
 
     def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
-        """Release the samples, and return the number of released samples."""
+        """Release the samples, and return how many were released."""
         partition, positions = prepared
         partition.expired_count += positions.size
         release_rows(partition, positions, step)
@@ -749,9 +748,9 @@ def _check_ragged(partition: Partition, name: str) -> None:
 def _check_lengths(
     partition: Partition, name: str, positions: Indexes, expected: Indexes, *, at_least: bool = False
 ) -> Indexes:
-    """Return the lengths of the cells. Raise PreconditionError if the lengths differ from the expected lengths.
+    """Return the lengths of the cells. Raise PreconditionError if they differ from the expected lengths.
 
-    If `at_least` is True, greater lengths are also accepted.
+    If `at_least` is True, cells may also be longer than expected.
     """
     lengths = partition.cells.lengths(name, positions)
     fits = lengths >= expected if at_least else lengths == expected
@@ -775,7 +774,7 @@ def _check_lengths(
 
 
 def _check_not_bounded(partition: Partition, write: SampleWrite, new_count: int) -> None:
-    """Raise an error if a write adds samples without slots, or sets start versions, although staleness is bounded."""
+    """Raise an error if staleness is bounded and a write adds samples without slots or sets start versions."""
     _check_start_version(partition, write.meta)
     bounded = partition.settings.bounded_admission
     if bounded is not None and new_count:
@@ -801,10 +800,10 @@ def _check_start_version(partition: Partition, columns: Sequence[MetaColumn]) ->
 
 
 def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes | None) -> CheckedGroups | None:
-    """Return the groups and rollouts of the new samples, or None if the write specifies no groups or rollouts.
+    """Return the groups and rollouts of the new samples, or None if the write specifies neither.
 
     Raises:
-        TqError: a new sample cannot join its group or rollout, or the group or rollout of an existing sample differs.
+        TqError: a new sample cannot join its group or rollout, or an existing sample belongs to a different one.
     """
     groups, rollouts = write.groups, write.rollouts
     if groups is None and rollouts is None:
@@ -830,7 +829,7 @@ def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes |
 
 
 def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes | None) -> None:
-    """Raise an error if one put of a write would close a rollout to which a later put adds samples.
+    """Raise an error if a put in a write would close a rollout to which a later put adds samples.
 
     Failed samples also close their rollouts. If `ends_rollouts` is True, each put must contain a sample in a rollout.
     """
@@ -859,7 +858,7 @@ def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes |
 
 
 def _check_write_once(partition: Partition, write: SampleWrite, positions: Indexes) -> None:
-    """Raise AlreadyExistsError if a sample at `positions` already has a value in a write-once field of the write."""
+    """Raise AlreadyExistsError if a sample at `positions` already has a value in a write-once field being written."""
     for name in partition.cells.write_once.intersection(column.spec.name for column in write.columns):
         is_there = partition.cells.produced([name], positions)
         if is_there.any():

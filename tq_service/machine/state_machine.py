@@ -4,11 +4,11 @@
             -> append the group to the log as a unit
             -> pass the consequences to the listener: freed cells, started leases, wake-ups
 
-A group contains the changes made in one iteration of the event loop. `prepare` validates a change without modifying the
-state, so a change that is rejected or cannot be encoded has no effect. After an error while a change is being applied,
-the group is discarded, and the process stops using its state, which may be inconsistent. The log therefore contains
-exactly the applied changes, and replaying the log after a restart restores the state. The consequences of a change
-concern only the process that made the change, so replay ignores them.
+A group contains the changes made in a single iteration of the event loop. `prepare` validates a change without
+modifying the state, so a change that is rejected or cannot be encoded has no effect. If applying a change fails, the
+group is discarded, and the process stops using its state, which may be inconsistent. The log therefore contains exactly
+the applied changes, and replaying the log after a restart restores the state. The consequences of a change concern only
+the process that made the change, so replay ignores them.
 
 The design follows the replicated state machine described in Ongaro and Ousterhout, "In Search of an Understandable
 Consensus Algorithm", 2014, section 2.
@@ -58,7 +58,7 @@ _ENTRY_BYTES: Final = 256  # approximate memory used by a request id, a time, an
 
 
 class Entry(NamedTuple):
-    """A recorded response, with its request id and its wall-clock time in seconds."""
+    """A recorded response, with its request id and wall-clock time in seconds."""
 
     key: bytes
     seconds: float
@@ -74,7 +74,7 @@ class IdempotencyCache:
     """Responses to mutating requests, by request_id. Each response is kept as long as a client may retry the request.
 
     Rejected requests are not recorded, because they change nothing and a retry may succeed. A response's age is
-    measured from the time of the request's step, so a restart does not extend the response's lifetime.
+    measured from the time of the request's step, so a restart does not extend its lifetime.
 
     Attributes:
         used_bytes: approximate memory usage of the responses, in bytes.
@@ -92,7 +92,7 @@ class IdempotencyCache:
         """Create an empty cache.
 
         Args:
-            keep_seconds: retention time of a response in seconds.
+            keep_seconds: number of seconds for which a response is kept.
             pack: function that converts a response to its stored form. The stored form should be small, because a cache
                 may contain a million responses.
             unpack: function that converts the stored form back to the response.
@@ -119,11 +119,11 @@ class IdempotencyCache:
         return len(self._newest)
 
     def recorded(self, request_id: bytes, kind: type[object], now_seconds: float) -> Any | None:
-        """Return the recorded response to a request, or None if no response exists or the response is too old.
+        """Return the recorded response to a request, or None if it is missing or too old.
 
         Raises:
-            InvalidArgumentError: the request id is not 16 bytes long, or the recorded response does not have the type
-                `kind`, because the caller used this id for another method.
+            InvalidArgumentError: the request id is not 16 bytes long, or the caller used it for another method, so that
+                the recorded response is not of type `kind`.
         """
         check_id("request_id", request_id)
         number = self._newest.get(request_id)
@@ -170,7 +170,7 @@ class IdempotencyCache:
             self._forgotten_count, self._removed_count = 0, self._removed_count + oldest
 
     def snapshot(self) -> Iterator[Entry]:
-        """Return an iterator over the current responses in stored form. Any thread can use the iterator.
+        """Return an iterator over the current responses in stored form. It can be used in any thread.
 
         The call takes constant time, because the lists are only appended to or replaced.
         """
@@ -196,10 +196,10 @@ class State:
     """The complete state of a controller. Changes modify the state, and snapshots store it.
 
     Attributes:
-        partitions: partitions by name.
-        policies: policies by name.
-        answers: recorded responses to mutating requests, which are returned to retries.
-        snapshot_number: number of the snapshot from which the state was restored; 0 if no snapshot was restored.
+        partitions: all partitions, by name.
+        policies: all policies, by name.
+        answers: recorded responses to mutating requests, returned again when a request is retried.
+        snapshot_number: number of the snapshot from which the state was restored; 0 if it was not restored from one.
     """
 
     __slots__ = ("answers", "partitions", "policies", "snapshot_number")
@@ -257,14 +257,14 @@ class Step:
         freed: cells that no longer belong to any sample.
         leases: leases that began or were extended, each with its partition, task name and claim.
         batches: batches that were planned for ranks, each with its partition, task name and claim.
-        changed: partitions in which waiting claims may find more samples.
-        consumed: partitions in which a task has fewer samples left, so waiting writes may proceed.
+        changed: partitions in which waiting claims may now find more samples.
+        consumed: partitions in which waiting writes may proceed, because a task has fewer samples left.
         created: new partitions.
         cleared: removed partitions.
-        written: rows that were added or written, as pairs of a partition and global indexes.
+        written: rows that were added or written, as pairs of partition and global indexes.
         removed: rows that were removed, as tuples of partition, global indexes and keys. The keys are None if the
             partition does not use keys.
-        tasks: tasks that progressed, as pairs of a partition and a task name. The name None means all tasks of the
+        tasks: tasks that progressed, as pairs of partition and task name. The name None means all tasks of the
             partition.
         policies: names of policies that were removed or have a new version.
         pending: actions to run at the end of the current change, as part of the change.
@@ -285,12 +285,12 @@ class Step:
     pending: list[Callable[[], None]] = field(default_factory=list)
 
     def complete(self) -> None:
-        """Run all pending actions, including actions added by other actions."""
+        """Run all pending actions, including those added by other actions."""
         while self.pending:
             self.pending.pop(0)()
 
     def note_change(self, partition: Partition) -> None:
-        """Make all waiting claims in a partition search again, regardless of which rows have changed."""
+        """Make all of a partition's waiting claims search again, regardless of which rows have changed."""
         partition.state_version += 1
         self.changed[partition] = None
 
@@ -349,7 +349,7 @@ def encode_change(change: Change) -> bytes:
 def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
     """Pack encoded changes into log records of less than 1 MiB, the record limit of etcd.
 
-    A change that exceeds the limit gets a separate record.
+    A change that exceeds the limit gets its own record.
     """
     parts: list[list[bytes]] = [[]]
     size = _AT_SECONDS.size
@@ -385,7 +385,7 @@ class RequestAnswered(Change):
     packed: Any
 
     def prepare(self, state: State) -> State:
-        """Return the state. No validation is needed, because all other changes of the request have been applied."""
+        """Return the state. No validation is needed, because the request's other changes have all been applied."""
         return state
 
     def apply(self, state: State, prepared: State, step: Step) -> None:
@@ -399,8 +399,9 @@ class StateMachine:
     Attributes:
         log: log to which changes are appended. None if changes are not being logged, for example during recovery.
         fatal: function called with a reason and an error when the state can no longer be used.
-        listener: function called with the consequences of a group after the group has been appended to the log.
-        refusal: function that returns the error with which to reject a change. None if changes are accepted.
+        listener: function called with the consequences of a group after it has been appended to the log.
+        refusal: function that returns the error with which to reject a change. The attribute is None while changes are
+            accepted.
     """
 
     def __init__(self, state: State) -> None:
@@ -432,7 +433,7 @@ class StateMachine:
                 self._finish(step, encoded)
 
     def _finish(self, step: Step, encoded: Sequence[bytes]) -> None:
-        """Append a group to the log, and pass the consequences of the group to the listener."""
+        """Append a group to the log, and pass its consequences to the listener."""
         try:
             if self.log is not None:
                 self.log.append(encode_group(step.at_seconds, encoded))

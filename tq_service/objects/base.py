@@ -1,9 +1,9 @@
-"""The object store interface, the parsing of settings in store URLs, and the creation of stores from URLs.
+"""The object store interface, and functions that parse store URLs and create stores from them.
 
 In messages and in docs/engines.md, an object store is called an engine. To add an engine, subclass `ObjectStore` if its
 client uses asyncio, or `BlockingObjectStore` if the client blocks, and register the module as an entry point.
 
-An object is written once, under a name that was never used before, and is stored either completely or not at all.
+An object is written once, under a name that has never been used before, and is stored either completely or not at all.
 Objects are always read from the beginning. Backends themselves often guarantee less, but every store must fulfill the
 following contract, which `tests/objects/test_contract.py` checks:
 
@@ -18,8 +18,8 @@ following contract, which `tests/objects/test_contract.py` checks:
   `tq_service.errors`.
 
 Most clients block, and `BlockingObjectStore` calls them in daemon threads. Clients written in C++ or Rust release the
-GIL while they work, and so do clients waiting for a socket. Checksumming and copying large objects also releases the
-GIL. A call that exceeds its time limit keeps occupying its thread until the call ends. The caller receives an error
+GIL while they work, and so do clients waiting for a socket. Checksumming and copying large objects also release the
+GIL. A call that exceeds its time limit still occupies its thread until it ends. The caller receives an error
 immediately, and `Landing` prevents the late call from writing to the caller's memory.
 """
 
@@ -83,10 +83,10 @@ class Abilities:
     """Guarantees and capabilities of an object store.
 
     Attributes:
-        survives: worst failure that an acknowledged object survives. Possible failures are the end of the writer's
+        survives: worst failure that an acknowledged object survives. Possible failures are termination of the writer's
             process, the loss of a node, and a power failure on all nodes.
-        fixed_copies: number of copies per object, if the store determines this number. Callers cannot require more
-            copies. None if the caller of `put` determines the number of copies.
+        fixed_copies: number of copies per object, if the store determines it. Callers cannot require more copies. None
+            if the caller of `put` determines the number.
         lists_names: whether the store supports `list_names` and reads only names with the given prefix. If False,
             `list_names` must not be called.
     """
@@ -132,19 +132,19 @@ class ObjectStore(ABC):
         """Write an object, either completely or not at all.
 
         Args:
-            name: a name that was never used before, not even by a failed attempt.
+            name: a name that has never been used before, not even by a failed attempt.
             parts: bytes of the object, as a sequence of buffers. The buffers must not change until `put` returns or
-                raises an error. A cancelled call raises only after it has stopped reading the buffers.
-            copies: number of nodes that should store the object. If the store controls placement, the node of this
-                process does not count.
+                raises an error. A cancelled call ends only after it has stopped reading the buffers.
+            copies: number of nodes that should store the object. If the store controls placement, this process's node
+                does not count.
 
         Returns:
-            The number of complete copies, which is at least 1, but less than requested if the store has too few nodes.
+            The number of complete copies: at least 1, but fewer than requested if the store has too few nodes.
 
         Raises:
-            AlreadyExistsError: the name was used before, possibly by this call if a first response was lost. The stored
-                object is unchanged. (Stores that cannot detect this case return the number of copies of the stored
-                object.)
+            AlreadyExistsError: the name has been used before, possibly by an earlier attempt in this call whose
+                response was lost. The stored object is unchanged. (Stores that cannot detect this case return the
+                number of copies of the stored object.)
             QuotaExceededError: no other node has capacity for the object. Removing objects frees capacity.
             InvalidArgumentError: the object is larger than `LARGEST_OBJECT_BYTES`.
             UnavailableError: the store did not respond, or rejected the call. The object may or may not be stored.
@@ -177,7 +177,7 @@ class ObjectStore(ABC):
         """Remove objects, including partially written ones, unless they are leased. Removal is never forced.
 
         Returns:
-            Names to retry after a second. The named objects are leased or still being written, or the store did not
+            Names to retry after one second. The named objects are leased or still being written, or the store did not
             confirm their removal.
 
         Raises:
@@ -212,7 +212,7 @@ class BlockingObjectStore(ObjectStore):
     """An object store whose client blocks. The store runs each call in a thread, with a time limit.
 
     For each public call, a subclass implements a blocking method with the same name and a leading `_`. These methods
-    may run concurrently once `_connect` has returned. If a method raises any exception but a `TqError`, `_error`
+    may run concurrently once `_connect` has returned. If a method raises an exception other than `TqError`, `_error`
     converts the exception to a service error.
 
     Args:
@@ -355,7 +355,7 @@ class BlockingObjectStore(ObjectStore):
         return UnavailableError(f"{self.engine} at {self.place}: {detail[:_MESSAGE_CHARACTERS]}")
 
     def _full(self, detail: str) -> QuotaExceededError:
-        """Return the error for a put that exceeds the capacity of the store."""
+        """Return the error for a put that exceeds the store's capacity."""
         return QuotaExceededError(
             f"{self.place} is full ({detail[:_MESSAGE_CHARACTERS]}); remove objects, or increase the store's capacity",
             retry_after_seconds=_RETRY_AFTER_SECONDS,
@@ -363,7 +363,7 @@ class BlockingObjectStore(ObjectStore):
 
 
 class Landing:
-    """Memory that belongs to a caller and that a thread fills while the caller waits."""
+    """A caller's memory, which a thread fills while the caller waits."""
 
     def __init__(self, name: str, into: memoryview) -> None:
         self._name = name
@@ -394,7 +394,7 @@ class Landing:
 
 
 def seal(name: str, parts: Sequence[Buffer]) -> list[memoryview]:
-    """Return the header of an object followed by its parts, all as flat byte views.
+    """Return an object's header followed by its parts, all as flat byte views.
 
     Raises:
         InvalidArgumentError: the object is larger than `LARGEST_OBJECT_BYTES`.
@@ -549,7 +549,7 @@ class EngineUrl:
         return value in _TRUE
 
     def secret(self, name: str, variable: str) -> str | None:
-        """Return a secret from the file in the setting `<name>_file`, or from an environment variable if it is not set.
+        """Return a secret from the file named by `<name>_file` or, without that setting, from an environment variable.
 
         Raises:
             InvalidArgumentError: the file cannot be read.
@@ -573,7 +573,7 @@ class EngineUrl:
             ) from error
 
     def check_all_used(self) -> None:
-        """Check that the store has read all settings in the URL. Settings that it has not read count as unknown.
+        """Check that the store has read all settings in the URL. Unread settings count as unknown.
 
         Raises:
             InvalidArgumentError: the URL contains unknown settings.

@@ -39,7 +39,7 @@ Store: TypeAlias = AzureStore | GCSStore | LocalStore | MemoryStore | S3Store
 
 _TIMEOUT_SECONDS: Final = 30.0
 _FULL: Final = ("507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage", "no writable volumes")
-"""Substrings of error messages that indicate a full store. S3 never returns such errors."""
+"""Substrings of error messages that mean that the store is full. S3 never returns such errors."""
 _REFUSED: Final = (FileNotFoundError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _REFUSALS: Final = ("<Code>NoSuchBucket<", "<Code>ContainerNotFound<", "403 Forbidden", "401 Unauthorized")
 _CODE: Final = re.compile("<Code>([A-Za-z0-9]+)</Code>")
@@ -48,7 +48,7 @@ _NAME: Final = re.compile(f"{_SEGMENT}(/{_SEGMENT})*")
 
 
 class BucketObjects(BlockingObjectStore):
-    """An object store in any backend that `obstore` supports."""
+    """An object store that uses any backend supported by `obstore`."""
 
     engine = "obstore"
 

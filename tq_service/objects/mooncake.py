@@ -3,11 +3,11 @@
 The URL is `mooncake://MASTER:50051?host=ADDRESS`. This module works around the following pitfalls of Mooncake, which
 were observed in tests:
 
-- A put may return 0 (success) with fewer copies than requested. A put also returns 0 if a killed writer left the name
-  without a copy, or if an old value is stored under the name. Before each put, this module checks that the name does
-  not exist. After the put, it counts the copies on each node.
+- A put may return 0 (success) after making fewer copies than requested. A put also returns 0 if a killed writer left
+  the name without a copy, or if an old value is stored under the name. Before each put, this module checks that the
+  name does not exist. After the put, it counts the copies on each node.
 - Copies requested with `replica_num` may be placed in the writer's own memory. This module prefers segments of other
-  nodes, and ignores copies on the writer's own node when it counts copies.
+  nodes, and does not count copies on the writer's own node.
 - After a forced removal, a reader may receive a mix of two objects. This module never forces a removal. Instead, it
   returns the names of leased objects.
 - Checksums do not cover partial reads. After a partial read, this module checks that the object still exists, which
@@ -76,7 +76,7 @@ _MEANINGS: Final = {
 
 
 class MooncakeObjects(BlockingObjectStore):
-    """An object store in Mooncake Store.
+    """An object store backed by Mooncake Store.
 
     The URL contains the address of the master. For highly available masters, the URL contains the addresses of etcd:
     `mooncake://etcd:HOST:2379,HOST:2379`.
@@ -250,7 +250,7 @@ _WITHOUT_PROXY: Final = build_opener(ProxyHandler({}))
 
 
 class MooncakeAdmin:
-    """A client that queries the leading master. Calls block, and any thread may make calls."""
+    """A client that queries the leading master. Calls block, and may be made from any thread."""
 
     def __init__(self, addresses: Sequence[str], *, timeout_seconds: float) -> None:
         self._addresses = tuple(addresses)

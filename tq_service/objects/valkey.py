@@ -1,4 +1,4 @@
-"""Storage of objects as values in Valkey or Redis (extra `valkey`), either a server with replicas or a cluster.
+"""Storage of objects as values in Valkey or Redis (extra `valkey`), on either a server with replicas or a cluster.
 
 The URL is `valkey://HOST:PORT`, or `valkeys://` with TLS. Add `?cluster=true` for a cluster. An object is written with
 a single SET, which fails if the name already exists. WAIT returns the number of replicas that store the object. The
@@ -35,7 +35,7 @@ _PROBE: Final = "!probe-"  # object names cannot contain this text
 
 
 class ValkeyObjects(BlockingObjectStore):
-    """An object store in Valkey or Redis.
+    """An object store backed by Valkey or Redis.
 
     The password is read from the URL, from `password_file` or from VALKEY_PASSWORD, in this order.
     """

@@ -84,7 +84,7 @@ class PrometheusProbe:
         self._put.inc(size_bytes)
 
     def claimed(self, seconds: float, status: str) -> None:
-        """Record the duration of a claim call, by the status it returned."""
+        """Record the duration of a claim call, labeled with the returned status."""
         self._claims.labels(status).observe(seconds)
 
     def loaded(self, wait_seconds: float, work_seconds: float) -> None:

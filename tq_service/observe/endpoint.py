@@ -45,8 +45,8 @@ class Access:
 
     Attributes:
         context: function that returns the TLS context for the next connection, or None for plaintext.
-        refusal: function that returns the reason to refuse a request, or None to allow it. The function's arguments are
-            the Authorization header ("" if absent) and the peer's address. The function must be thread-safe.
+        refusal: function that returns the reason for refusing a request, or None to allow it. The function's arguments
+            are the Authorization header ("" if absent) and the peer's address. The function must be thread-safe.
     """
 
     context: Callable[[], ssl.SSLContext] | None = None
@@ -108,7 +108,7 @@ class Endpoint:
         self._server.server_close()
 
     def scrape(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics as text, and their content type. Do not call this method in the event loop's thread.
+        """Return all metrics as text, and the text's content type. Do not call this method in the event loop's thread.
 
         Raises:
             TimeoutError: the event loop did not return the metrics in time.
@@ -157,7 +157,7 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = "", self.server_address[1]
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Handle a connection's requests in its own thread, or close it if too many connections are open."""
+        """Handle a connection's requests in a separate thread, or close the connection if too many are open."""
         if not self.endpoint.places.acquire(blocking=False):
             return
         with contextlib.ExitStack() as ending:
@@ -177,7 +177,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """HTTP handler for the metrics requests on a connection."""
+    """Handles the metrics requests on one HTTP connection."""
 
     server: _Server
     protocol_version = "HTTP/1.1"

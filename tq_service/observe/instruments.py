@@ -22,7 +22,7 @@ OTHERS: Final = "others"
 
 
 class Histogram:
-    """A histogram that counts each value in the first bucket whose upper bound is not less than the value.
+    """A histogram that counts each value in the lowest bucket whose upper bound is at least the value.
 
     Attributes:
         sum: sum of all observed values.
@@ -115,7 +115,7 @@ class Instruments:
 
 
 class TimedRunner:
-    """A sampler runner that measures the durations of another runner's runs, ignoring runs that return no plan.
+    """Wraps a sampler runner and measures the duration of each run that returns a plan.
 
     Args:
         runner: runner to wrap.

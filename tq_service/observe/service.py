@@ -177,7 +177,7 @@ class PartitionGroups:
             self._bound()
 
     def _bound(self) -> None:
-        """Forget the oldest groups without partitions if there are too many."""
+        """Forget groups without partitions, oldest first, if there are too many such groups."""
         self._gone_count = 0
         there = {group_of(name) for name in self._catalog.names()}
         former = [group for group in self._former if group not in there]
@@ -190,7 +190,8 @@ class PartitionGroups:
     async def collect(self, slices: Slices) -> dict[str, Numbers]:
         """Return the metric values of all groups. Backlog metrics are added separately by `add_backlogs`.
 
-        Other asyncio tasks can run between time slices. A partition removed during collection is counted as existing.
+        Other asyncio tasks can run between time slices. A partition that is removed during collection still counts as
+        existing.
         """
         self._bound()
         self._is_collecting = True
@@ -397,7 +398,7 @@ class ServiceMetrics:
     async def _choose(
         self, groups: Mapping[str, Numbers], most_lines: int, slices: Slices
     ) -> tuple[dict[str, list[str]], int]:
-        """Choose the groups and tasks to expose, and return the tasks of each group and the number of omitted series.
+        """Choose the groups and tasks to expose, and return each group's tasks and the number of omitted series.
 
         Groups that have partitions take precedence. Groups and tasks are ordered by first appearance, so new groups do
         not displace series from earlier scrapes.
@@ -430,7 +431,7 @@ def of_policies(policies: Policies) -> Iterator[Metric]:
 
 
 def of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Iterator[Metric]:
-    """Yield the numbers of known storage services by state, and the numbers of lost and adopted storage services."""
+    """Yield the number of known storage services in each state, and the numbers of lost and adopted services."""
     by_state = {(state,): count for state, count in counts.items()}
     yield _gauge("storages", "Storage services known to the controller.", by_state, ("state",))
     yield _counter("storages_lost", "Lost storage services that had a mirror.", lost)

@@ -34,12 +34,12 @@ class EvictionSearch:
     """A search for the units that a claim must evict.
 
     Args:
-        partition: partition of the task.
+        partition: partition that contains the units.
         task: ledger of the claiming task.
         excluded: function that returns a mask of the live, unconsumed rows that `where` excludes.
-        grouping: groups requested by the sampler. If None, or if groups may begin anywhere, samples are evicted
+        grouping: groups requested by the sampler. If None, or if groups may start at any index, samples are evicted
             individually.
-        least_members: minimum number of members of a group (see `BatchSpec`).
+        least_members: minimum number of members per group (see `BatchSpec`).
         clears: whether evicted samples are cleared. If True, failed samples in their groups are also cleared to make
             the group names available again.
     """
@@ -64,7 +64,7 @@ class EvictionSearch:
     # Candidates
 
     def small_groups(self, left: Callable[[], Indexes], *, is_on_loop: bool) -> Indexes:
-        """Return the positions of all members of groups that may have too few members.
+        """Return the positions of all members of groups that may be too small.
 
         Args:
             left: function that returns the positions of the task's unconsumed rows.
@@ -93,8 +93,7 @@ class EvictionSearch:
     def units(self, candidates: Indexes) -> Evicted | None:
         """Return the units to evict now, or None if no unit must be evicted.
 
-        The result contains the units of the first candidates that must be evicted, so later calls may return more
-        units.
+        The result covers only the first candidates to be evicted, so later calls may return more units.
 
         Args:
             candidates: global indexes of candidates, without duplicates.
@@ -123,7 +122,7 @@ class EvictionSearch:
         )
 
     def _groups(self, grouping: Grouping, positions: Indexes) -> Evicted | None:
-        """Return the groups or single group members to evict among the given samples, or None if none qualify."""
+        """Return which groups of the given samples, or which of their members, to evict, or None if there are none."""
         members = grouping.members_of(np.unique(grouping.ids(positions)))
         members = members[self._partition.state[members] != CLEARED]
         state, claims = self._partition.state[members], self._task.claim[members]
@@ -187,12 +186,12 @@ class EvictionSearch:
 def lowest_units(
     partition: Partition, task: TaskLedger, admission: Admission, count: int, kept: Indexes | range
 ) -> Evicted | None:
-    """Return up to `count` pending units with the lowest priorities (see `Admission.overflow`), or None.
+    """Return up to `count` of the lowest-priority pending units (see `Admission.overflow`), or None if there are none.
 
     Args:
-        partition: partition of the task.
+        partition: partition that contains the units.
         task: ledger of the task.
-        admission: admission of the task.
+        admission: the task's admission.
         count: maximum number of units.
         kept: global indexes of rows that must not be evicted.
     """

@@ -62,7 +62,7 @@ class Grouping:
     If the unit is "rollout", the groups are the rollouts, each row without a rollout is its own group, and blocks are
     not used.
 
-    Members that have failed, were cleared, or were dead-lettered by the task count as lost. If a group has lost
+    Members that have failed, been cleared, or been dead-lettered by the task count as lost. If a group has lost
     members, the remaining members are delivered only if `take_incomplete` is set.
     """
 
@@ -98,7 +98,7 @@ class Grouping:
 
     @classmethod
     def of_code(cls, partition: Partition, task: TaskLedger, code: int) -> Grouping:
-        """Create the grouping that a value of the property `code` stands for."""
+        """Create a grouping from a value of the property `code`."""
         return cls(partition, task, max(code, 0) or None, unit="rollout" if code == KEPT_ROLLOUTS else "group")
 
     def check(self) -> None:
@@ -137,7 +137,7 @@ class Grouping:
         return found[found >= 0]
 
     def is_group(self, ids: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the ids that identify groups and not single rows."""
+        """Return a mask of the ids that identify groups rather than single rows."""
         if self._groups.in_use:
             return ids >= 0
         return np.full(ids.size, self.block_size is not None)
@@ -153,7 +153,7 @@ class Grouping:
         return np.sort(found[found >= 0])
 
     def whole(self, ready: Indexes, *, no_more: bool) -> tuple[Indexes, Indexes]:
-        """Return the ready rows in all groups that can be delivered, and the sizes of these groups.
+        """Return the ready rows in all deliverable groups, and the sizes of these groups.
 
         Args:
             ready: positions of ready rows, in batch order. Groups are ordered by their first members.
@@ -178,8 +178,8 @@ class Grouping:
         """Return how many ready members each group needs for delivery, or -1 if the group is incomplete.
 
         Args:
-            ids: ids of groups.
-            no_more: whether no new rows can be inserted. If True, groups of unknown size count as complete.
+            ids: group ids.
+            no_more: True if no more rows can be inserted. In that case, groups of unknown size count as complete.
         """
         needed = self.left(ids) if self._take_incomplete else self._sizes(ids)
         return np.where(self.is_complete(ids, no_more=no_more), needed, -1) if self._groups.in_use else needed
@@ -199,7 +199,7 @@ class Grouping:
         return np.full(ids.size, self.block_size or 1)
 
     def left(self, ids: Indexes) -> Indexes:
-        """Return the number of members of each group that are not lost."""
+        """For each group, return the number of members that are not lost."""
         if self._groups.in_use:
             slots = np.maximum(ids, 0)
             lost = (
@@ -224,7 +224,7 @@ class Grouping:
         return np.where(rollouts < 0, -2 - positions, rollouts)
 
     def left_units(self, ids: Indexes) -> Indexes:
-        """Return the number of units (see `counted_as`) of each group that are not lost.
+        """For each group, return the number of units (see `counted_as`) that are not lost.
 
         A rollout is lost if any of its samples is lost, unless the remaining samples can still be delivered.
         """
@@ -278,7 +278,7 @@ class Runs(Grouping):
         self._size = block_size
 
     def check(self) -> None:
-        """Do nothing, because groups that start anywhere suit every partition."""
+        """Do nothing, because groups that may start at any index suit every partition."""
 
     def ids(self, positions: Indexes) -> Indexes:
         """Return the group id of each row. Groups are formed from the given rows."""

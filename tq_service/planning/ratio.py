@@ -62,7 +62,7 @@ class InsertRatio:
 
 
 def insert_ratio(partition: Partition, task: TaskLedger) -> InsertRatio | None:
-    """Return a task's delivery ratio, or None if the task's admission does not bound the ratio."""
+    """Return a task's delivery ratio, or None if the task's admission does not bound it."""
     admission = None if task.outstanding is None else task.outstanding.admission
     return InsertRatio(partition, task, admission) if admission is not None and admission.samples_per_insert else None
 

@@ -1,10 +1,10 @@
-"""Bounded staleness: the rule for selecting the units of a plan so that all units are trained in time.
+"""Bounded staleness: the rule for selecting a plan's units so that all units are trained in time.
 
 The task's admission defines whether a unit is a sample, a rollout or a group. The deadline of a unit is its
 `start_version` plus `max_staleness`. Training on the next plan takes place at version `V` at the latest. `V` is the
 published version plus the number of planned batches that no publication has reported as trained. Each plan contains `B`
-units. According to the rule, at most `j * B` outstanding units outside the plan may be due by `V + j`, for every `j`.
-Outstanding units include both ready units and units that are still being generated. The section "The bound" in
+units. The rule: for every `j`, at most `j * B` outstanding units outside the plan may be due by `V + j`. Outstanding
+units include both ready units and units that are still being generated. The section "The bound" in
 docs/asynchronous_rl.md proves that this rule bounds staleness.
 
 The rule therefore limits how many units in a plan may be due after `V`, after `V + 1`, and so on. The permitted plans
@@ -36,7 +36,7 @@ class DueUnits:
     Args:
         deadlines: latest permitted training version of each unit, as an array of shape `(n,)`.
         version: latest version at which training on the next plan can take place.
-        max_staleness: maximum staleness (see `Admission`).
+        max_staleness: maximum number of versions by which a unit may be stale (see `Admission`).
         batch_size: number of units per plan.
 
     Attributes:
@@ -138,15 +138,15 @@ class StalenessBound:
     While the table is pinned, other threads may also use this object.
 
     Args:
-        partition: partition of the task.
+        partition: partition that contains the units.
         task: ledger of the task.
-        admission: admission of the task.
+        admission: the task's admission, which sets the staleness bound.
         left: function that returns the positions of all rows that the task has not consumed. The result may include
             other rows.
-        is_ready: function that returns a mask of the rows that are ready, without regard to the staleness bound.
+        is_ready: function that returns a mask of the rows that are ready, regardless of the staleness bound.
         in_order: function that sorts rows by preference.
-        no_more: whether no new rows can be inserted. If True, groups without a declared size count as complete, and a
-            plan may contain fewer units than a full batch.
+        no_more: True if no more rows can be inserted. In that case, groups without a declared size count as complete,
+            and a plan may contain fewer units than a full batch.
     """
 
     def __init__(

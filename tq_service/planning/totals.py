@@ -21,7 +21,7 @@ def with_totals(
 
     Args:
         plan: plan without totals.
-        partition: partition of the plan's samples.
+        partition: partition that contains the plan's samples.
         positions: table positions of the rows in `plan.rows`.
         lengths: token counts of the rows in `plan.rows`, or None if any count is unknown.
         summed: names of the custom_meta columns to sum.

@@ -164,8 +164,8 @@ class Readiness:
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:
         """Return a mask of the rows that have a length for the sampler, including invalid lengths.
 
-        An invalid token count causes only those claims to fail that would deliver the row (see `lengths`). If a row has
-        no length because it is missing a requested field, the missing length is not reported as a second reason.
+        An invalid token count is an error only for claims that would deliver the row (see `lengths`). If a row has no
+        length because it is missing a requested field, the missing length is not reported as a second reason.
         """
         source = self._length
         if source.is_longest_sequence and not self.lacks_sequences:
@@ -266,9 +266,9 @@ class ScanWatch:
 class ScanStarts:
     """The start positions of scans for a task's ready rows, by kind of claim. These positions depend only on the rows.
 
-    With start positions, the cost of a claim depends on the size of its batch and not on the size of the partition. A
-    few ready rows may precede a start position, separated from it by many unready rows. Such rows may be members of a
-    group that never becomes complete, or the few rows that satisfy `where`. A write to an earlier row moves the start
+    With start positions, the cost of a claim depends on the size of its batch, not on the size of the partition. A few
+    ready rows may precede a start position, separated from it by many unready rows. Such rows may be members of a group
+    that never becomes complete, or the few rows that satisfy `where`. A write to an earlier row moves the start
     position back to that row. The number of start positions is limited, so positions for unused kinds of claims do not
     accumulate.
     """
@@ -419,7 +419,7 @@ class Scan:
             yield found[self._look_past :], is_last
 
     def _first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Test growing ranges of the table up to its end. After each range, yield all ready rows found so far."""
+        """Test growing ranges of rows up to the end of the table. After each, yield all ready rows found so far."""
         found, start = self._first_candidates()
         size = self.count if least is None else max(_LEAST_CHUNK, least)
         while True:
@@ -510,7 +510,7 @@ class PartitionView:
 
     Attributes:
         scan: scan that finds ready rows.
-        no_more: whether no new rows can be inserted. If True, groups without a declared size count as complete.
+        no_more: True if no more rows can be inserted. In that case, groups without a declared size count as complete.
         plan_count: see `View`.
         grouping: groups that the sampler requested most recently, or None.
     """
@@ -633,7 +633,7 @@ class PartitionView:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan that must be recorded in the same event-loop step in which it is returned, or else discarded.
+    """A plan that must be either recorded in the event-loop step in which it is returned, or discarded.
 
     Attributes:
         plan: plan to record.
@@ -642,7 +642,8 @@ class Planned:
         readiness: requirements that every row of the plan meets.
         evicted: units that the claim evicts when the plan is recorded, or None. The plan contains no rows of these
             units.
-        lengths: token counts of the rows in `plan.rows`. None if they are unknown or a queue worker makes the claim.
+        lengths: token counts of the rows in `plan.rows`. None if they are unknown or the claim comes from a queue
+            worker.
     """
 
     plan: RecordedPlan
@@ -657,8 +658,8 @@ class Planned:
 class Miss:
     """The result of a search that found no plan. Another search is pointless until the state changes.
 
-    A recorded miss avoids the scans that every inserted row and every claim at the end of a partition would otherwise
-    cause.
+    A recorded miss avoids the scans that each inserted row, and each claim at the end of a partition, would otherwise
+    trigger.
 
     Attributes:
         state_version: state version of the partition when the search started.
@@ -713,11 +714,11 @@ class Search:
     If the claim evicts units that its task can never receive, call `look_for_evicted` before `conclude`.
 
     A search only reads the state, and does not run the sampler itself. If a search takes a single event-loop step, its
-    result is consistent. If a search takes several steps, a plan remains valid while all its rows are ready, and an end
-    is valid only if nothing has changed.
+    result is consistent. If a search takes several steps, a plan is valid while all its rows are ready; the end of the
+    data is valid only if nothing has changed.
 
     Attributes:
-        view: view of the partition for the sampler.
+        view: view of the partition that is passed to the sampler.
         wanted: plan request for the sampler.
         evicted: units that the claim evicts, or None. This attribute is set by `conclude`.
     """
@@ -828,7 +829,7 @@ class Search:
         return self._task.backlog + self._task.skipped_count - self.view.scan.seen_count
 
     def _count_end(self) -> EndCounts | None:
-        """Count the samples at the end of the task's data. Return None if an unready row may still become ready.
+        """Count the samples at the end of the task's data. Return None if a row may still become ready.
 
         At the end, no new rows can be inserted, but leased rows may be released.
         """
@@ -887,7 +888,7 @@ class Search:
     def look_for_evicted(self) -> None:
         """Find the samples that the claim may evict. Call this method after the sampler has run.
 
-        The groups that the sampler requests may determine which samples to evict.
+        The order matters, because the groups that the sampler requests may determine which samples to evict.
 
         Raises:
             MustBeAwaited: finding the samples, or evicting them in a single step, would block the event loop.

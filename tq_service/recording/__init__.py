@@ -1,1 +1,1 @@
-"""Recordings of the batches that a service planned, with the bytes of their samples, for later inspection."""
+"""Recordings of planned batches, including the bytes of their samples, for later inspection."""

@@ -142,7 +142,7 @@ class StepSamples:
         return column.values.astype(np.int64)
 
     def staleness(self) -> Spread:
-        """Return the distribution of staleness, that is, the number of versions by which each sample is behind."""
+        """Return the distribution of staleness, that is, of how many versions each sample is behind."""
         published = [version for _, version in self.step.policies]
         column = next((self.columns[name] for name in _VERSIONS if name in self.columns), None)
         if column is None or column.values.dtype.kind not in "if" or len(published) != 1:
@@ -194,7 +194,7 @@ def _column_facts(column: MetaColumn) -> Spread | Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """A list of sample or group names (or indexes), truncated to the first few.
+    """A list of names or indexes of samples or groups, truncated to the first few entries.
 
     Attributes:
         count: total number of samples or groups.
@@ -206,7 +206,7 @@ class Names:
 
     @classmethod
     def of(cls, names: Sequence[Any]) -> Names:
-        """Count the names and keep the first few."""
+        """Count the names and keep only the first few."""
         return cls(count=len(names), first=tuple(map(str, names[:_MOST_NAMED])))
 
     def __str__(self) -> str:
@@ -216,7 +216,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedColumn:
-    """The differences in one custom_meta column between two steps, for samples that are in both steps.
+    """The differences between two steps in one custom_meta column, for samples that are in both steps.
 
     Attributes:
         count: number of samples whose values differ.
@@ -236,9 +236,9 @@ class StepDifference:
         matched_by: attribute by which samples are matched, "key" or "global_index". The value is empty if samples
             cannot be matched because the partitions differ and some samples have no key.
         common_count: number of samples that are in both steps.
-        only_first, only_second: samples that are only in the first step, or only in the second step.
-        groups_only_first, groups_only_second: groups that are only in the first step, or only in the second step.
-        moved_count: number of common samples that are assigned to different ranks.
+        only_first, only_second: samples contained only in the first step, or only in the second step.
+        groups_only_first, groups_only_second: groups contained only in the first step, or only in the second step.
+        moved_count: number of common samples assigned to different ranks in the two steps.
         changed_columns: differences in the custom_meta of common samples, by column name.
         request: claim arguments that differ, each with both values.
         fields: fields that differ, each with both descriptions.

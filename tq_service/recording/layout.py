@@ -4,9 +4,9 @@
     puts/9f3c1a2b-41                 tables and values of several puts that were in memory, in order
     puts/9f3c1a2b-42.seg             one put: a file of the data directory, linked under this name
 
-Step numbers continue after a restart. `9f3c1a2b` identifies one start of the service, so no name is used twice. A put
-is stored only once, before the first step that references the put. Every stored step is therefore complete, even if the
-service is killed. Claims for a step can be answered without reading other steps.
+Step numbers continue after a restart. `9f3c1a2b` identifies one run of the service, so no name is used twice. A put is
+stored only once, before the first step that references the put. Every stored step is therefore complete, even if the
+service is killed. Claims for a step can be answered without reading any other step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RecordedStep:
     Attributes:
         number: number of the step in the recording, starting at 1.
         version: version of the service that recorded the step.
-        partition_id, incarnation: partition of the batch.
+        partition_id, incarnation: name and incarnation of the batch's partition.
         task_name, epoch, batch_index: identity of the batch in its partition.
         recorded_at: time of recording, in seconds since 1970.
         plan: plan of the batch for all ranks.

@@ -107,7 +107,7 @@ class Place(ABC):
         """Read `size` bytes of an object from offset `start`. The bytes may be damaged, so the caller must verify them.
 
         Raises:
-            DataLossError: the object is missing or too short.
+            DataLossError: the object is missing or shorter than the requested range.
         """
 
     @abstractmethod
@@ -130,8 +130,8 @@ class Directory(Place):
         path: path of the directory, which is created when the place is opened for writing.
         sync: whether to sync each written object to disk, instead of letting the operating system write it later.
         least_free_bytes: disk space that the recording must leave free, in bytes.
-        segments: store that reuses the data directory's files when they are removed from the recording, or None to
-            delete these files.
+        segments: store that takes back data-directory files for reuse once they are removed from the recording; if
+            None, the files are deleted.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ _NO_PLAN: Final = RecordedPlan(rows=np.zeros(0, np.int64), sizes=())
 
 
 async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
-    """Read a step, and return the step and the size of its object in bytes.
+    """Read a step, and return it together with the size of its object in bytes.
 
     Raises:
         DataLossError: the step is missing or damaged.
@@ -56,7 +56,7 @@ async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A selection of recorded steps, in which an attribute that is None matches any value.
+    """A filter for recorded steps; an attribute that is None matches any value.
 
     Attributes:
         incarnation: leading hexadecimal digits of the partition's incarnation.
@@ -278,7 +278,7 @@ def samples_of(
     """Return a copy of a response that contains only the selected samples.
 
     Args:
-        meta: response that contains all metadata of its samples.
+        meta: response that contains the metadata of all its samples.
         positions: positions of the selected samples in the response.
         empty_fields: serialized field specs to return if no samples are selected.
     """

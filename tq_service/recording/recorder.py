@@ -66,7 +66,7 @@ class _Waiting:
     """A step that waits to be written.
 
     Attributes:
-        step: step to be written, still without its number and the locations of its puts.
+        step: step to be written, whose number and put locations are not set yet.
         put_ids: ids of the puts that the step references.
         kept: puts that no earlier step references, by id.
         size: memory used by the puts in `kept`, in bytes.
@@ -237,7 +237,7 @@ class Recorder:
         self._is_idle.clear()
 
     def count_seconds(self, seconds: float) -> None:
-        """Add the CPU time spent on taking steps to the status."""
+        """Update the status with the CPU time spent on taking steps."""
         self._processor_seconds += seconds
 
     @property
@@ -336,7 +336,7 @@ class Recorder:
             start += record.size_bytes
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread, add the CPU time used to the status, and return the result of `work`."""
+        """Run `work` in a thread, record its CPU time in the status, and return its result."""
 
         def timed() -> tuple[T, float]:
             began_at = time.thread_time()
@@ -390,7 +390,7 @@ class Recorder:
                 yield from entry.pack.names
 
     async def close(self) -> None:
-        """Give waiting steps a few seconds to be written, then close the place. Cancel `run` afterwards."""
+        """Let waiting steps be written for a few seconds, then close the place. Cancel `run` afterwards."""
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._is_idle.wait()

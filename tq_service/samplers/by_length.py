@@ -101,8 +101,8 @@ class SeqlenBalancedSampler(LengthSampler):
     """Takes complete groups and balances token totals across the ranks.
 
     The sampler takes a single batch for all ranks, in the order of the groups' first members. The Karmarkar-Karp
-    algorithm splits the batch by the token totals of the groups, and swaps refine the result. The number of groups per
-    rank differs by at most one. If all groups have the same size, each rank gets `batch_size` samples. Groups on the
+    algorithm splits the batch by the token totals of the groups, and swaps refine the result. Any two ranks' group
+    counts differ by at most one. If all groups have the same size, each rank gets `batch_size` samples. Groups on the
     same rank keep their order.
     """
 
@@ -135,17 +135,16 @@ class TokenBudgetSampler(LengthSampler):
 
     Groups are taken in the order of their first members, until a group does not fit. Token totals (or costs) are
     balanced across the ranks. Balancing costs leads to unequal token totals, so fewer groups fit. `batch_size` is the
-    maximum number of samples (or groups) per rank. The sampler waits until the next ready group would not fit,
-    `batch_size` is reached, or no more samples can arrive.
+    maximum number of samples (or groups) per rank. The sampler waits until the next ready group would exceed the
+    budget, `batch_size` is reached, or no more samples can arrive.
 
     Attributes:
         tokens_per_rank: maximum number of tokens per rank.
         tokens_per_micro_batch: maximum number of tokens per micro-batch. The samples of each rank are split evenly into
             micro-batches, and all ranks have the same number of micro-batches. null: micro_batch_size determines the
             micro-batches.
-        packs_multiple_of: number by which each rank's number of micro-batches must be divisible. Requires
-            `tokens_per_micro_batch`.
-        overlong: handling of samples that exceed the token limit for a rank or micro-batch, and of groups that exceed
+        packs_multiple_of: required divisor of each rank's number of micro-batches. Requires `tokens_per_micro_batch`.
+        overlong: how to handle samples that exceed the token limit for a rank or micro-batch, and groups that exceed
             the limit for a rank. "error" rejects the batch. "truncate" plans only the first `tokens_per_micro_batch`
             tokens of each sample, and still rejects the batch if a group is too long. "drop" permanently excludes the
             sample or group. Dropped samples are listed in `RankPlan.dropped`, count as skipped, and count towards
@@ -366,20 +365,20 @@ class PackedSampler(LengthSampler):
     Each rank gets `optimizer_steps` steps, whose packs contain up to `pack_max_length` tokens. The groups of a batch
     are taken in the order of their first members. Groups are distributed evenly across the ranks, and each rank's
     samples are distributed across the steps by token count. The samples for each step are then packed into bins. In
-    each step, every rank has the same number of packs, with at least one. Packs that contain only padding make up the
-    difference. A group is assigned to one rank but may be split across steps. With `batch_unit` "group" or "rollout",
-    each rollout is assigned to a single step. `tq_service.balancing.plan_packs` implements the algorithm.
+    each step, every rank has the same number of packs, which is at least one. Packs that contain only padding make up
+    the difference. A group is assigned to one rank but may be split across steps. With `batch_unit` "group" or
+    "rollout", each rollout is assigned to a single step. `tq_service.balancing.plan_packs` implements the algorithm.
 
     Attributes:
         optimizer_steps: exact number of optimizer steps per batch.
         pack_max_length: number of tokens per pack, which must be a multiple of `align`. `Pack.padding_tokens` fills
             each pack up to this length.
-        overlong: handling of samples with more than `pack_max_length` tokens. "error" rejects the batch. "truncate"
+        overlong: how to handle samples with more than `pack_max_length` tokens. "error" rejects the batch. "truncate"
             plans only the first `pack_max_length` tokens, and `Pack.lengths` contains the truncated length. "drop"
             permanently excludes the sample, which is listed in `RankPlan.dropped` and counts as skipped.
         even_steps: whether to balance the token totals of each rank's steps. false: use as few packs as possible; the
             number of packs per step then differs by at most one, or by at most `packs_multiple_of`.
-        packs_multiple_of: number by which the number of packs in each step must be divisible.
+        packs_multiple_of: required divisor of the number of packs in each step.
     """
 
     name: ClassVar[str] = "packed"

@@ -57,8 +57,8 @@ class GroupSampler(Sampler):
         n_samples_per_prompt: number of samples in a group whose size was not declared. In a partition without named
             groups, every block of this many consecutive indexes is a group. null: use the named groups, or individual
             samples if there are no named groups.
-        incomplete_groups: handling of a group with failed or cleared samples: "skip" the group, or "take" its remaining
-            samples.
+        incomplete_groups: how to handle a group with failed or cleared samples: "skip" the group, or "take" its
+            remaining samples.
         blocks: positions at which groups of consecutive indexes may begin. "aligned": only multiples of
             `n_samples_per_prompt`. "anywhere": any index, so any `n_samples_per_prompt` ready samples with consecutive
             indexes form a group.
@@ -109,7 +109,7 @@ class GroupSampler(Sampler):
         )
 
     def ready_groups(self, view: View) -> Callable[..., Groups]:
-        """Bind the sampler's options to `view.ready_groups`. The caller passes the limit and the unit of the limit."""
+        """Bind the sampler's options to `view.ready_groups`. The caller passes the limit and its unit."""
         return partial(
             view.ready_groups,
             block_size=self.n_samples_per_prompt,
@@ -245,7 +245,7 @@ def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Gr
     returns.
 
     Args:
-        ready_groups: function such as `View.ready_groups`, which returns ready groups up to a limit in a certain unit.
+        ready_groups: function, such as `View.ready_groups`, that returns ready groups up to a limit in a given unit.
         request: request with the size, ranks and unit of the batch to plan.
 
     Raises:
@@ -276,14 +276,14 @@ def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Gr
 
 
 def rows_of_ranks(groups: Groups, assignment: Assignment) -> list[Indexes]:
-    """Return the rows of each rank: the members of the rank's groups in the order of the assignment."""
+    """Return each rank's rows: the members of its groups, in the order in which the groups were assigned."""
     members = np.split(groups.rows, groups.starts[1:])
     empty = np.zeros(0, np.int64)
     return [np.concatenate([empty, *(members[position] for position in part.tolist())]) for part in assignment]
 
 
 def assign_blocks(groups: Groups, rank_count: int) -> Assignment:
-    """Assign a block of consecutive groups to each rank. The number of groups per rank differs by at most one."""
+    """Assign a block of consecutive groups to each rank. Any two ranks' group counts differ by at most one."""
     return even_blocks(np.arange(len(groups)), rank_count)
 
 

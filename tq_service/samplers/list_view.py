@@ -28,7 +28,7 @@ _SPEC = BatchSpec(
 
 
 class ListView(PartitionView):
-    """A A view of in-memory samples, numbered from 0. As in a service, produced samples stay ready until consumed."""
+    """A view of in-memory samples, numbered from 0. As in a service, produced samples stay ready until consumed."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ListView(PartitionView):
             lengths: token count of each sample.
             group_size: number of consecutive samples in each named group. The last group may be smaller. None: no
                 groups.
-            meta: values of custom_meta columns by column name, with one value per sample.
+            meta: a mapping of custom_meta columns to their values, one per sample.
             unproduced: samples that become ready only after a call to `produce`.
 
         Raises:

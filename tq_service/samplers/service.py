@@ -1,6 +1,6 @@
 """Loads samplers by name, and runs them in a way that protects the service from faulty samplers.
 
-A A sampler can be built in, registered, imported from an installed package, or imported from an arbitrary module. If a
+A sampler can be built in, registered, imported from an installed package, or imported from an arbitrary module. If a
 sampler raises an exception, hangs or returns an invalid plan, only the request that named the sampler fails.
 """
 
@@ -369,8 +369,8 @@ def _failure(sampler: Sampler, error: BaseException) -> SamplerError:
 def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
     """Validate and normalize the plan returned by a sampler. The planner checks whether the rows are ready.
 
-    A normalized plan can always be journaled and sent, so no error after the rows are consumed can lose the rows. Numpy
-    integers become Python integers, and instances of subclasses become instances of the classes in
+    A normalized plan can always be journaled and sent, so rows cannot be lost to an error after they are consumed.
+    Numpy integers become Python integers, and instances of subclasses become instances of the classes in
     `tq_service.state.plan`.
 
     Raises:

@@ -40,10 +40,10 @@ class _Lost:
         search_id: 16 random bytes that identify the search for a successor. A successor that sends this id read the
             mirror after the loss was detected.
         successor: name of the most recently called successor, or "" if no successor has been called.
-        agreed_at: time at which the successor replied that it had adopted the puts and would register, or None before
-            this reply.
+        agreed_at: time at which the successor confirmed that it had adopted the puts and would register, or None before
+            that.
         late_count: number of timed-out calls to the successor.
-        refused: names of storage services that could not adopt the puts.
+        refused: names of storage services that refused to adopt the puts.
         asking: task that calls the successor.
     """
 
@@ -60,9 +60,9 @@ class _Lost:
 class Adoptions:
     """Finds successors that adopt the puts of lost storage services. Use this class only on the event loop.
 
-    A silent storage service may return before a successor has registered. In that case, the successor releases the puts
-    without removing them from the mirror. Periods in which this controller could not receive heartbeats do not count as
-    silence.
+    A silent storage service may resume its heartbeats before a successor has registered. In that case, the successor
+    releases the puts without removing them from the mirror. Periods in which this controller could not receive
+    heartbeats do not count as silence.
 
     Args:
         storages: registered storage services by name.
@@ -103,7 +103,10 @@ class Adoptions:
         self._expected_until = 0.0
 
     def expect(self, instances: Iterable[Instance]) -> None:
-        """Expect instances that store cells to register. An instance that does not register in time counts as lost."""
+        """Start waiting for instances that store cells to register.
+
+        An instance that does not register in time counts as lost.
+        """
         self.expected = set(instances)
         self._expected_until = self._clock() + 3 * self._heartbeat_seconds
 
@@ -178,7 +181,7 @@ class Adoptions:
         self.lost.pop(instance, None)
 
     async def run(self) -> None:
-        """Repeatedly look for lost storage services and call their successors, until cancelled."""
+        """Until cancelled, keep looking for lost storage services and calling their successors."""
         while True:
             await asyncio.sleep(self._heartbeat_seconds / _LOOKS_A_HEARTBEAT)
             self.look()

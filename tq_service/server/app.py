@@ -1,4 +1,4 @@
-"""The service process, which runs the controller, a storage service, or both until it receives SIGTERM."""
+"""The service process, which runs a controller, a storage service, or both until SIGTERM."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class App:
     Call `start` to create an app that serves calls. Call `stop` to shut down the app and release its resources.
 
     Attributes:
-        settings: settings of the service.
+        settings: configuration of the service.
         supervisor: runs background tasks and stops the service after a fatal failure.
         port: gRPC port number.
         listener: TLS and access control for the gRPC port.
@@ -168,9 +168,9 @@ class App:
         If startup fails, all resources are released.
 
         Args:
-            settings: settings of the service.
-            supervisor: supervisor of all background tasks. When the supervisor reports a fatal failure, the app stops
-                serving immediately.
+            settings: configuration of the service.
+            supervisor: runs all background tasks. When the supervisor reports a fatal failure, the app stops serving
+                immediately.
 
         Raises:
             OSError: the address is in use, or the process cannot listen on it.
@@ -411,13 +411,16 @@ class App:
             start("releasing old samples", regularly(_LOOK_SECONDS, release_old))
 
     def _take_up(self) -> None:
-        """Start serving as the cluster's leader, once this controller has caught up with the log."""
+        """Start serving as the cluster's leader after this controller has caught up with the log."""
         if self.controller is not None:
             self.controller.take_up()
         self.health.serve()
 
     def _on_standing(self, may_answer: bool) -> None:
-        """Accept calls if this controller leads the cluster. Otherwise, end running calls and reject new ones."""
+        """Start accepting calls if this controller leads the cluster.
+
+        Otherwise, end running calls and reject new ones.
+        """
         if may_answer:
             self.health.serve()
         else:
@@ -532,7 +535,7 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
     """Run the service until SIGTERM or SIGINT and return the exit code.
 
     Args:
-        settings: settings of the service.
+        settings: configuration of the service.
         announce: function called with each status line that the user should see, such as the listening address.
 
     Returns:
@@ -624,7 +627,7 @@ class StorageProcess:
     """The storage service in this process, including its bulk port and the memory shared with local clients.
 
     Args:
-        settings: settings of the service.
+        settings: configuration of the service.
         port: gRPC port number.
         store: store that persists the state, or None if the state is kept in memory.
         supervisor: runs background tasks.
@@ -636,8 +639,7 @@ class StorageProcess:
         shared_memory: server that shares memory with clients on this host, or None if shared memory is off.
         bulk: the bulk port, or None if the bulk port is off.
         keys: keys that controllers use to sign receipts.
-        mirroring: manager of the mirror and of the instances adopted from lost storage services, or None without a
-            mirror.
+        mirroring: manages the mirror and the instances adopted from lost storage services, or None without a mirror.
         mirror: mirror of this service's own puts, or None if no mirror is configured.
         journal: journal of the puts in the data directory, or None without a data directory.
         segments: files that store the puts in the data directory, or None without a data directory.
@@ -695,7 +697,7 @@ class StorageProcess:
         """Create the gRPC servicer of the storage service.
 
         Args:
-            settings: settings of the service.
+            settings: configuration of the service.
             controller: controller in this process that handles commits included in puts, or None if the controller runs
                 in another process.
             waiting: counter of waiting calls.
@@ -757,7 +759,7 @@ class StorageProcess:
             self.shared_memory.drain()
 
     def trim(self) -> None:
-        """Release unused memory. Call this method regularly."""
+        """Release unused memory. Callers should invoke this method regularly."""
         for engine in (self.engine, *self._adopted()):
             engine.trim()
 

@@ -1,4 +1,7 @@
-"""The audit log, with a line for each refused or administrative call. The log contains no secrets or payloads."""
+"""The audit log, which has a line for each refused call and each administrative call.
+
+The log contains no secrets or payloads.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class AuditLine:
     repeats: int = 0
 
     def shown(self) -> dict[str, str | int]:
-        """Return all non-empty fields by name."""
+        """Return a mapping from the names of the non-empty fields to their values."""
         known = {
             name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in asdict(self).items()
         }
@@ -56,8 +59,8 @@ class Audit:
     """Writes the audit log.
 
     Args:
-        repeat_seconds: time after a refusal for which refusals with the same token, method, host and reason are counted
-            but not logged. When the time is up, a single line with the count is logged. If 0, every refusal is logged.
+        repeat_seconds: how long after a refusal further refusals with the same token, method, host and reason are only
+            counted. Afterward, a single line with the count is logged. If 0, every refusal is logged immediately.
         clock: monotonic clock that returns seconds.
     """
 

@@ -58,7 +58,7 @@ class Checkpoints:
     """Writes and restores checkpoints of a controller. Only one checkpoint can be written or restored at a time.
 
     Args:
-        catalog: catalog of partitions.
+        catalog: the controller's partitions.
         storages: storage services that store the samples' bytes.
         store: store that persists the state, or None if the state is kept in memory.
         checkpoint_dir: parent directory of all checkpoints, or None if checkpoints are off.
@@ -245,7 +245,7 @@ class Checkpoints:
         *,
         prefix: str,
     ) -> None:
-        """Persist the restored state. Then atomically replace all partitions with the prefix."""
+        """Persist the restored state. Then atomically replace all partitions whose names begin with the prefix."""
         catalog, answers = self._catalog, checkpoint.state.answers
 
         policies = [replace(policy, name=prefix + policy.name) for policy in checkpoint.state.policies]
@@ -338,7 +338,7 @@ async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
-    """Return the columns of a block with their bytes. A block is a few MiB in size, or a single larger row."""
+    """Return the columns of a block with their bytes. A block contains a few MiB of rows or a single larger row."""
     values = memoryview(b"".join(checkpoint.values(block)))
     ends = list(accumulate(column.value_bytes for column in block.columns))
     return [
@@ -376,7 +376,7 @@ def _renamed(
 
 
 def _of_renamed(claim: Claim, rename: Callable[[str], str]) -> Claim:
-    """Rename the partition that a claim's lease is shared with, if any, and return the claim."""
+    """Rename any partition that a claim shares its lease with, and return the claim."""
     if claim.lease is None or not claim.lease.shared_with:
         return claim
     return replace(claim, lease=replace(claim.lease, shared_with=rename(claim.lease.shared_with)))

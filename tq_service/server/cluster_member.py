@@ -73,7 +73,7 @@ class ClusterMember:
     """A controller's cluster membership. Use each member from a single event loop. Calls to etcd run in threads.
 
     Args:
-        settings: settings of the service.
+        settings: configuration of the service.
         address: address at which clients reach this controller.
         credentials: credentials for calls to other controllers.
         supervisor: runs background tasks and is notified of fatal failures.
@@ -134,7 +134,7 @@ class ClusterMember:
         self._standbys: list[ControllerStatus] = []  # updated about every second while this controller leads
 
     def add_services(self, server: Any) -> None:
-        """Add the service for the cluster's other controllers to a gRPC server."""
+        """Add the service that other controllers in the cluster call to a gRPC server."""
         add_ClusterServiceServicer_to_server(SnapshotServicer(self.store), server)
 
     # Status
@@ -162,7 +162,10 @@ class ClusterMember:
         return [own, *self._standbys]
 
     def lags(self) -> dict[str, int]:
-        """Return the lag of each standby in records, by name. The result is valid only while this controller leads."""
+        """Return the number of records by which each standby lags, keyed by standby name.
+
+        The result is valid only while this controller leads.
+        """
         return {each.name: each.lag_count for each in self._standbys}
 
     # Lifecycle
@@ -171,7 +174,7 @@ class ClusterMember:
         """Run as a standby until elected, then start leading the cluster. Return once this controller leads.
 
         Args:
-            catalog: catalog of partitions, initially empty.
+            catalog: the controller's partitions, initially empty.
             take_up: function called once the state is complete and calls can be served.
             on_standing: function called with False when another controller may lead, and with True if this controller's
                 lease turns out to be valid after all.
@@ -215,7 +218,7 @@ class ClusterMember:
         )
 
     async def _watch_lease(self, lease: Lease, on_standing: Callable[[bool], None]) -> None:
-        """Report by the clock when the lease may have expired, because etcd may be unreachable."""
+        """Report when, according to the clock, the lease may have expired, even if etcd is unreachable."""
         was_held = True
         while True:
             await asyncio.sleep(max(_LOOK_SECONDS, lease.held_until - time.monotonic()))
@@ -230,7 +233,7 @@ class ClusterMember:
             on_standing(is_held)
 
     async def _restore(self, catalog: Catalog) -> int:
-        """Restore the newest local snapshot, or the leader's snapshot if the log does not contain all later records."""
+        """Restore the newest local snapshot, or the leader's snapshot if the log lacks records after the local one."""
         number = max(snapshot_numbers(self.store.data_dir.path), default=0)
 
         def has_log_since() -> bool:
@@ -243,7 +246,7 @@ class ClusterMember:
         return number
 
     async def _fetch(self, number: int) -> int:
-        """Wait until the leader has snapshot `number` or a later one, fetch that snapshot, and return its number."""
+        """Wait for the leader's snapshot `number` or a later one, fetch that snapshot, and return its number."""
         while True:
             leader = await asyncio.to_thread(self._election.leader)
             if leader is None or leader.address == self.address:
@@ -366,7 +369,7 @@ class ClusterMember:
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:
-    """Retrieve a future's exception so that asyncio does not log the exception if no task awaits the future."""
+    """Retrieve a future's exception so that asyncio does not log it if no task awaits the future."""
     if not done.cancelled():
         done.exception()
 

@@ -101,8 +101,8 @@ class ControllerServicer(
     """Implements `ControllerService` and `StorageRegistryService`. Each method is documented in the protos.
 
     Args:
-        settings: settings of the service.
-        catalog: catalog of partitions.
+        settings: configuration of the service.
+        catalog: the controller's partitions.
         runner: runs samplers.
         storages: registry of storage services.
         waiting: counter of waiting calls.
@@ -701,7 +701,7 @@ def pack_answer(answer: Message) -> PackedAnswer:
 
 
 def answer_bytes(packed: PackedAnswer) -> int:
-    """Return the size of a packed response in bytes."""
+    """Return the size, in bytes, of a packed response."""
     return len(packed[1])
 
 

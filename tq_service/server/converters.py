@@ -304,7 +304,7 @@ def rank_of(request: pb.GetMetaRequest) -> Rank | None:
 
 
 def selection(request: pb.LookupSamplesRequest) -> Selection:
-    """Return the selection of a lookup request. If `all_samples` is set, any listed samples are ignored."""
+    """Convert a lookup request to a selection of samples. If `all_samples` is set, any listed samples are ignored."""
     if request.HasField("max_wait"):
         _check_size(request, "name fewer samples or groups")
     where = tuple(read_message(Condition, each) for each in request.where)
@@ -519,7 +519,7 @@ def all_meta(partition: Partition, rows: Indexes, endpoints: Endpoints | None) -
     """Return all metadata of existing samples, including every field that at least one sample has.
 
     Args:
-        partition: partition of the samples.
+        partition: partition that contains the samples.
         rows: global indexes of the samples.
         endpoints: function that returns the endpoint of a storage service, or None to omit cell locations.
     """
@@ -589,7 +589,7 @@ def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], en
 
 
 def add_plan(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
-    """Set the steps, dropped samples, and totals of a rank's part of a batch in the metadata."""
+    """Add a rank's steps and dropped samples, and the totals of its batch, to the metadata."""
     _add_steps(meta, part)
     meta.dropped_indexes.extend(part.dropped.tolist())
     if part.totals:

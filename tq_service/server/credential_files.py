@@ -1,8 +1,8 @@
 """Credential files for tokens, the certificate, and the internal secret. The files are reloaded when they change.
 
-A token has 256 random bits and is stored as its SHA-256 digest. Tokens cannot be guessed, so a slow hash would add no
-security, but would let clients overload the service with invalid tokens. Tokens are looked up by digest. Callers cannot
-choose a token's digest, so the duration of a lookup reveals nothing about the stored tokens.
+A token has 256 random bits and is stored as its SHA-256 digest. Tokens cannot be guessed, so a slow hash would only let
+clients overload the service with invalid tokens. Tokens are looked up by digest. Callers cannot choose a token's
+digest, so the duration of a lookup reveals nothing about the stored tokens.
 
 The services of a deployment share an internal secret, which distinguishes calls by services from calls by clients.
 Services never send the secret itself. Instead, services send a proof derived from the secret. A separate value is
@@ -66,7 +66,7 @@ class ReloadingFiles(ABC):
 
     Args:
         *paths: paths of the files, with None for each unused file.
-        what_stays: end of the log message about an error, stating what stays in use until the files are valid.
+        what_stays: final clause of each logged error, which states what remains in use until the files are valid.
 
     Raises:
         InvalidArgumentError: the files are unusable.
@@ -245,7 +245,7 @@ class Token(BaseModel):
         return self.expires is not None and self.expires <= datetime.now(UTC)
 
     def covers(self, partition_id: str) -> bool:
-        """Return whether the token is valid for a partition."""
+        """Return whether the token grants access to a partition."""
         return partition_id.startswith(self.prefixes)
 
 
@@ -395,7 +395,10 @@ def _replace(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock a file's directory during the `with` block. A lock on the file would be lost when the file is replaced."""
+    """Lock a file's directory during the `with` block.
+
+    A lock on the file itself would be lost when the file is replaced.
+    """
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -408,7 +411,7 @@ class TokenFile(ReloadingFiles):
     """A tokens file and its current tokens. If a changed file is invalid, the previous tokens stay valid.
 
     Args:
-        path: path of the file.
+        path: path of the tokens file.
 
     Attributes:
         tokens: current tokens, by digest. Each load of the file creates a new mapping.
@@ -439,8 +442,8 @@ class InternalSecret(ReloadingFiles):
 
     Args:
         path: path of the secret file.
-        is_made: whether to create the file if it is missing, and to recreate the file if it is removed. If several
-            services start at the same time, one of them creates the file and all of them read it.
+        is_made: whether to create the file if it is missing and recreate it after removal. If several services start at
+            the same time, one of them creates the file and all of them read it.
         is_own: whether the file and its directory must be accessible only to this user. Set `is_own` if other users can
             create files next to the directory, as in /tmp. If false, the only requirement is that other users cannot
             read the file.
@@ -478,7 +481,10 @@ class InternalSecret(ReloadingFiles):
         return is_present | (is_old & hmac.compare_digest(given, self._old_proof.encode()))
 
     def derive(self, purpose: str) -> bytes:
-        """Derive 32 bytes for a purpose. They reveal neither the secret nor the bytes derived for other purposes."""
+        """Derive 32 bytes for a single purpose from the secret.
+
+        The result reveals neither the secret nor the bytes derived for other purposes.
+        """
         return hmac.new(self._secret, purpose.encode(), hashlib.sha256).digest()
 
     def reload(self) -> None:
@@ -592,7 +598,7 @@ def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret 
     """Return the internal secret of a service, or None if the service does not need one.
 
     Args:
-        settings: settings of the service.
+        settings: configuration of the service.
         has_tokens: whether the service requires tokens and has its own token. If so, services can identify each other
             by their tokens.
 

@@ -1,4 +1,4 @@
-"""The standard gRPC health service. Watch calls end when the server drains, so that they do not delay the shutdown."""
+"""The standard gRPC health service. Watch calls end when the server drains so that they do not delay its shutdown."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NOT_SERVING: Any = health_pb2.HealthCheckResponse.NOT_SERVING
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
     """Reports whether each service in this process accepts calls. The name "" refers to the process itself.
 
-    Services are NOT_SERVING until `serve` is called, and again after `drain` is called. On a standby, the process is
-    SERVING, but its services are NOT_SERVING.
+    Services are NOT_SERVING before `serve` is called and after `drain` is called. On a standby, the process is SERVING,
+    but its services are NOT_SERVING.
 
     The servicer in the package `grpc_health` is unsuitable, because it locks all watchers while it writes to any one of
     them. A client that does not read could therefore delay `drain`, which must finish in a single event-loop iteration.
@@ -49,7 +49,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         self._set(process=_SERVING, services=_NOT_SERVING)
 
     def drain(self) -> None:
-        """Report from now on that no service accepts calls. Each Watch call sends this final status and ends."""
+        """Start reporting that no service accepts calls. Each Watch call sends this final status and ends."""
         self._set(process=_NOT_SERVING, services=_NOT_SERVING)
         self._is_draining = True
 
@@ -76,7 +76,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
     async def Watch(  # noqa: N802  (the name of the rpc)
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Send a service's current status, and then each later change."""
+        """Send a service's current status, followed by each later change."""
         sent = None
         with self._watches.one(context):
             while True:

@@ -65,7 +65,7 @@ async def register_storage(
     In a cluster, the service registers with the leader. If a controller does not respond, the service searches for the
     leader again.
 
-    An overdue put is dropped if it is unknown to its controller, or if this service has long been registered with a
+    An overdue put is dropped if its controller does not know it or if this service has long been registered with a
     different controller.
 
     Args:
@@ -158,7 +158,7 @@ def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage, *, h
     """Log why a registration failed and return the number of seconds to wait before the next attempt.
 
     The storage service still reports that it is healthy, because it can serve reads. Otherwise, a failed health probe
-    could restart the service, which would lose samples.
+    could trigger a restart of the service, and samples would be lost.
     """
     code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
     if code is not None and code not in _REFUSALS:

@@ -49,7 +49,7 @@ _LOOK_SECONDS: Final = 1.0
 _SCARCE_SECONDS: Final = 0.1
 _SETTLED_SECONDS: Final = 1.0
 _SHARE: Final = 8
-"""Each address may have unadmitted connections up to 1/8 of the connection limit, or 8 if that is more."""
+"""Each address may have at most 8 unadmitted connections, or 1/8 of the connection limit if that is more."""
 _FILES: Final = Path("/proc/self/fd")
 
 
@@ -57,7 +57,7 @@ class Listener:
     """The gRPC port, including TLS and access control.
 
     Args:
-        settings: settings of the service.
+        settings: configuration of the service.
 
     Attributes:
         credentials: credentials for calls to other services.
@@ -177,7 +177,8 @@ class _Connection(NamedTuple):
     """The socket of an incoming connection.
 
     Attributes:
-        inode: inode of the socket. Sockets that use the same descriptor at different times have different inodes.
+        inode: inode number of the socket. Sockets that use the same descriptor at different times have different
+            inodes.
         peer: gRPC's name for the peer, such as "ipv4:10.0.0.1:4711".
         address: address of the peer, without the port.
         since: time at which the connection was first seen, as returned by `time.monotonic`.
@@ -190,7 +191,7 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """Closes connections without an admitted call, and connections of given peers. Has no effect without /proc.
+    """Closes unadmitted connections and, on request, connections of specified peers. Has no effect without /proc.
 
     The event loop owns `_admitted_at`, and the running sweep owns `_connections`.
 
@@ -250,7 +251,10 @@ class Connections:
             self._closed_count = 0
 
     def _close_idle(self, port: int, admitted: set[str], now: float) -> int:
-        """Close connections without an admitted call and return how many were closed. Runs in a separate thread."""
+        """Close connections without an admitted call and return how many were closed.
+
+        This method runs in a separate thread.
+        """
         self._connections = dict(_look(port, self._connections, now))
         strangers: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for descriptor, each in self._connections.items():
@@ -268,7 +272,7 @@ class Connections:
 def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tuple[int, _Connection]]:
     """Yield the descriptor and connection of each socket connected to a port.
 
-    Each connection in `known` costs only one system call.
+    Only one system call is needed for each connection in `known`.
     """
     try:
         names = os.listdir(_FILES)  # noqa: PTH208  (thousands of names, every second)
@@ -290,7 +294,7 @@ def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tupl
 
 
 def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
-    """Return gRPC's name for a connection's peer and the peer's address, or None for other sockets."""
+    """Return gRPC's name for the peer and the peer's address, or None unless the socket is a connection to the port."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family not in {socket.AF_INET, socket.AF_INET6} or connection.getsockname()[1] != port:

@@ -43,7 +43,7 @@ class Registration:
         self._until = sent_at + 3 * heartbeat_seconds - _MARGIN_SECONDS
 
     def holds(self) -> bool:
-        """Return whether the service is certain to be registered, so no other service can have adopted its puts."""
+        """Return whether the service is certain to be registered. If so, no other service can have adopted its puts."""
         return time.monotonic() < self._until
 
 
@@ -73,7 +73,7 @@ class Mirroring:
         node: name of this service's machine.
         copies: desired number of copies of each put.
         required: minimum number of copies of each put.
-        offered_bytes: memory offered to other nodes for their objects, in bytes.
+        offered_bytes: number of bytes of memory that other nodes may use for their objects.
         supervisor: runs background tasks.
 
     Attributes:
@@ -154,7 +154,7 @@ class Mirroring:
             boot_id: instance id of the lost service.
             own: engine of this service.
             search_id: id of the controller's search for a successor. The mirror is read again for each new search,
-                because the lost service may have returned and stored more puts after the previous search.
+                because the lost service may have resumed and stored more puts in the meantime.
 
         Raises:
             NotFoundError: the mirror contains no data of the lost service.

@@ -87,7 +87,7 @@ class Peer(Generic[Stub]):
 
 
 class PeerOutage:
-    """Logs the start and end of outages of another service, and each new problem during an outage.
+    """Logs the start and end of another service's outages and each new problem during an outage.
 
     Args:
         log: logger that receives the messages.
@@ -106,7 +106,7 @@ class PeerOutage:
         """Record that a call failed. Log the failure if it starts an outage or reports a new problem.
 
         Args:
-            problem: problem as a verb phrase, such as "does not answer".
+            problem: verb phrase that describes the problem, such as "does not answer".
             error: error raised by the call. The error's text may differ between attempts.
             level: severity of the log message.
         """

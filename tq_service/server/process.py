@@ -52,7 +52,7 @@ def tuned_process() -> Iterator[None]:
 
     Existing objects are excluded from garbage collection, and Python waits longer before it triggers a collection. The
     service creates few reference cycles, whereas a full collection scans all recorded plans and blocks the event loop.
-    `collect_garbage` makes up for the delayed collections by running some itself.
+    `collect_garbage` compensates for the delay by running collections periodically.
 
     Threads also yield to the event loop sooner. The memory settings and the raised file limit remain in effect after
     the block.
@@ -157,7 +157,7 @@ def loop_factory(mode: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Return the event loop factory for a mode ("on", "off" or "auto").
 
     Returns:
-        uvloop's factory if the mode is "on", or if the mode is "auto" and uvloop is installed; otherwise None, which
+        uvloop's factory if the mode is "on" or if the mode is "auto" and uvloop is installed. Otherwise, None, which
         selects asyncio's loop.
 
     Raises:

@@ -18,8 +18,8 @@ Why no put is lost or leaked:
 - *A commit arrives after the controller reported the put as unknown.* The put's receipt is void. The heartbeat that
   asked about the put also raised the earliest valid issue time, and all receipts of overdue puts are older than that
   time.
-- *A second commit arrives after the put was freed.* The commit is rejected while any receipt of the put may be valid.
-  A client that puts the data again uses a new put_id, so freeing cells late or twice is harmless.
+- *A second commit arrives after the put was freed.* The commit is rejected for as long as any receipt of the put may be
+  valid. A client that puts the data again uses a new put_id, so freeing cells late or twice is harmless.
 - *The controller restarts, or a standby takes over.* The controller creates new receipt keys and reads all committed
   puts from its journal. The controller sends the list of committed puts to the storage service, which drops committed
   puts that are not listed. The storage service asks about uncommitted puts once they are overdue.
@@ -32,7 +32,7 @@ freed after the list was created, the list still contains the put, and a later c
 after the list was created, the storage service does not drop it. Either the commit was already in flight, so the list
 contains the put, or the put is confirmed after the storage service has started recording confirmations.
 
-This module implements Insert, Commit, and puts that include a commit, which are sent to a storage service in the
+This module implements Insert, Commit, and puts that include a commit and are sent to a storage service in the
 controller's process:
 
     (receipt check if the put is stored in another process) -> admission -> capacity for many rows is reserved in steps
@@ -94,7 +94,7 @@ class Holder(Protocol):
     boot_id: bytes
 
     def confirm(self, put_id: bytes) -> object:
-        """Mark a put as committed, either immediately or in the background."""
+        """Mark a put as committed. This may take place in the background."""
         ...
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
@@ -108,7 +108,7 @@ class Holder(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Calls:
-    """In-flight calls that commit the same put: their number, and whether any of them succeeded or was rejected."""
+    """The number of in-flight calls that commit the same put, and whether any of them succeeded or was rejected."""
 
     call_count: int = 0
     is_answered: bool = False
@@ -128,7 +128,7 @@ class Puts:
         supervisor: supervisor of the background task that frees cells.
 
     Attributes:
-        require: function `require` passed to the constructor.
+        require: the `require` function passed to the constructor.
         has_some_elsewhere: whether storage services in other processes store puts. If no other storage service stores
             puts, put updates take effect immediately, because the embedded storage service and the controller share a
             journal. In that journal, the controller's record of a change precedes the storage service's record.
@@ -174,7 +174,7 @@ class Puts:
         return [put.put_id for put in puts if put not in self._committed and put not in self._uncommitted]
 
     def known(self, storage_id: str, boot_id: bytes) -> KnownPuts:
-        """Return a snapshot of the puts that the controller knows in a storage service."""
+        """Return a snapshot of a storage service's puts that are known to the controller."""
         return KnownPuts(
             storage_id=storage_id,
             boot_id=boot_id,
@@ -293,7 +293,7 @@ class Puts:
 
     @contextlib.contextmanager
     def holding_frees(self) -> Iterator[None]:
-        """Defer freeing cells until the `with` block ends, so that all cells stay readable inside the block."""
+        """Keep all cells readable inside the `with` block. Cells to free are not freed until the block ends."""
         self._hold_count += 1
         try:
             yield
@@ -304,7 +304,7 @@ class Puts:
                 self._when_durable(partial(self._free_more, count))
 
     def free(self, freed: Sequence[Freed]) -> None:
-        """Free cells that samples no longer use, in order, once the current change is durable.
+        """Free these unused cells in the given order once the current change is durable.
 
         A small number of cells is freed immediately. A large number, such as all cells of a partition, is freed in
         small steps that yield to the event loop. If this process ends before the cells are freed, storage services drop
@@ -365,14 +365,14 @@ class Puts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownPuts:
-    """A snapshot of the puts that the controller knows in a storage service.
+    """A snapshot of a storage service's puts that are known to the controller.
 
     Attributes:
         storage_id: name of the storage service.
         boot_id: instance id of the storage service.
-        cells: cells used by samples in all storage services, by partition.
-        leaving: cells in all storage services that samples no longer use but that have not yet been freed.
-        uncommitted: puts, in all storage services, whose commits are in flight.
+        cells: cells that samples use in all storage services, by partition.
+        leaving: cells that samples no longer use but that no storage service has freed yet.
+        uncommitted: puts of all storage services for which commits are in flight.
     """
 
     storage_id: str
@@ -449,7 +449,7 @@ def in_messages(
 
 
 async def columns_of(headers: Sequence[metadata_pb2.ColumnHeader], row_count: int) -> list[ColumnShape]:
-    """Decode a put's columns, in a thread if there are many rows. See `decode_headers`."""
+    """Decode a put's columns. If there are many rows, use a thread. See `decode_headers`."""
     if row_count < MANY_ROWS:
         return decode_headers(headers, row_count)
     return await asyncio.to_thread(decode_headers, headers, row_count)
@@ -548,8 +548,8 @@ class Commits:
     async def add_all_meta(self, request: commit_pb2.CommitRequest, answer: commit_pb2.CommitResponse) -> None:
         """Add the samples' current metadata to the response to a commit if the request asks for it.
 
-        The metadata of many samples is read in parts, with a yield to the event loop after each part. Metadata is
-        omitted from the recorded response, because recorded responses are kept in memory and on disk for hours.
+        The metadata of many samples is read in parts, and each part is followed by a yield to the event loop. Metadata
+        is omitted from the recorded response, because recorded responses are kept in memory and on disk for hours.
         """
         rows = read_indexes(answer.meta) if request.return_all_meta else _NO_ROWS
         while rows.size:

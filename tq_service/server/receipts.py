@@ -6,7 +6,8 @@ The controller creates a random key for each registration of a storage service a
 key therefore belongs to one controller process and one storage service process. A receipt is invalid if it was sealed
 for another controller or by another storage service, or if either process has restarted since. Each receipt contains
 its issue time, according to the storage service's clock. The storage service regularly reports the earliest valid issue
-time. When a put is freed, its receipts are revoked until they would have expired. The ids of freed puts are not reused.
+time. When a put is freed, its receipts are revoked, and the revocation is remembered until they would have expired. The
+ids of freed puts are not reused.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ReceiptKeys:
         """Record the epoch of a cluster's controller, or reject the controller if it has been superseded.
 
         Raises:
-            PreconditionError: a controller with a higher epoch has called.
+            PreconditionError: a controller with a higher epoch has already called.
         """
         highest = self._epochs.get(controller_id, 0)
         if epoch < highest:
@@ -130,7 +131,7 @@ class ReceiptBook:
         self._revoked[put_id] = math.inf
 
     def on_freed(self, put_ids: Iterable[bytes], freed_at: float) -> None:
-        """Record the time at which puts were freed, after all their receipts had been issued."""
+        """Record the time at which puts were freed. All receipts of these puts were issued earlier."""
         for put_id in put_ids:
             self._revoked.pop(put_id, None)
             self._revoked[put_id] = freed_at

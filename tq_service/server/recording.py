@@ -1,4 +1,4 @@
-"""Records a controller's batches, with bytes from the storage service in this process."""
+"""Records a controller's batches, including the bytes from the storage service in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepRecording:
 
     Args:
         recorder: open recorder, which writes the batches.
-        catalog: catalog of partitions.
+        catalog: the controller's partitions.
         engine: engine that stores the samples' bytes. Batches with samples in other storage services are counted as
             skipped.
         after_durable: function that calls its argument once the plan is durable, because a plan that a crash could lose

@@ -69,7 +69,7 @@ class RemoteStorage:
         credentials: credentials of this controller.
         controller_id: id under which this controller owns puts.
         epoch: this controller's epoch if it leads a cluster.
-        supervisor: supervisor of the background tasks, or None to create one.
+        supervisor: runs the background tasks, or None to create a supervisor.
         replaces: previously registered process of this service, or None if there was none.
 
     Attributes:
@@ -196,7 +196,7 @@ class RemoteStorage:
 
         Raises:
             NotFoundError: the service's mirror contains no data of the instance.
-            TqError: the service could not adopt the puts, possibly only temporarily.
+            TqError: the service could not adopt the puts, although a later attempt may succeed.
         """
         storage_id, boot_id = instance
         request = storage_control_pb2.AdoptRequest(
@@ -243,7 +243,7 @@ class RemoteStorage:
             self._delivering = self._supervisor.start(name, self._deliver_all(), may_end=True)
 
     async def _reconcile_always(self) -> None:
-        """Send the list of known puts about every hour, each time retrying until the service accepts the list."""
+        """Send the list of known puts about every hour, retrying each time until the service accepts the list."""
         while True:
             try:
                 answer = await self._repeat("does not accept the list of known puts", self._reconcile)
@@ -253,7 +253,7 @@ class RemoteStorage:
             await asyncio.sleep(_RECONCILE_SECONDS)
 
     async def _repeat(self, outage: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call, retrying until it succeeds, and return the response. The service may recover after a failure.
+        """Repeat a call until it succeeds, because the service may recover after a failure, and return the response.
 
         Raises:
             DataLossError: a different instance of the service responded.
@@ -337,7 +337,7 @@ class RemoteStorage:
 def _closing_is_an_error() -> Iterator[None]:
     """Raise UnavailableError if a call fails because its channel is closed.
 
-    For a closed channel, gRPC raises CancelledError, which would end a task that was not cancelled, such as the task
+    For a closed channel, gRPC raises CancelledError, which would end tasks that were not cancelled, such as the one
     that frees cells.
     """
     try:

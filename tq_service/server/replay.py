@@ -1,4 +1,4 @@
-"""Serves the steps of a recording read-only. Each rank receives the same batches as during the recording.
+"""Serves the steps of a recording in read-only mode. Each rank receives the same batches as during the recording.
 
     GetMeta of (partition, task, batch_index, dp_rank) -> recorded plan -> the rank's part of the batch
     Get of cells -> put, read from the recording and verified on first use
@@ -177,7 +177,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         return part
 
     def _meta(self, step: RecordedStep) -> metadata_pb2.BatchMeta:
-        """Return the metadata of a step's samples, with this service as the location of their bytes."""
+        """Return the metadata of a step's samples, in which this service is the location of the bytes."""
         meta = self._metas.get(step.number)
         if meta is None:
             meta = self._metas[step.number] = metadata_pb2.BatchMeta.FromString(step.meta)
@@ -270,7 +270,7 @@ async def replaying(recording: Recording, steps: Sequence[RecordedStep], setting
     """Serve the steps of an open recording for the duration of the `async with` block.
 
     Args:
-        recording: recording that contains the puts of the steps.
+        recording: open recording that contains the steps and their puts.
         steps: see `ReplayServicer`.
         settings: settings for the listening address, TLS and access control.
 

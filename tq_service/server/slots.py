@@ -29,7 +29,7 @@ class Slots:
     """Creates slots and leases them to rollout workers.
 
     Args:
-        catalog: catalog of partitions.
+        catalog: the controller's partitions.
         endpoint_of: function that returns the endpoint at which clients reach a storage service instance.
         waiting: counter of calls that wait for capacity.
         max_wait_cap_seconds: maximum time that a call waits.
@@ -116,8 +116,8 @@ def _check_holding(catalog: Catalog, request: pb.AcquireRequest) -> ClaimAcked |
     Raises:
         LeaseExpiredError: the lease on the samples has expired.
         SampleNotFoundError: the samples were cleared, so the claim is unknown.
-        InvalidArgumentError: the request lists no samples, the samples do not belong to the claim, or they are only
-            some of the members of a group that must stay together.
+        InvalidArgumentError: the request lists no samples, samples that do not belong to the claim, or only some
+            members of a group that must stay together.
     """
     holding = request.holding
     indexes, claim = np.array(holding.global_indexes, np.int64), converters.leased_claim(holding)

@@ -96,8 +96,7 @@ class EngineDriver:
 
         Args:
             engine: this process's engine.
-            mirroring: provider of the engines of instances adopted from lost storage services, or None without a
-                mirror.
+            mirroring: provides the engines of instances adopted from lost storage services, or None without a mirror.
             keys: receipt keys for controllers in other processes, or None if the controller runs in this process.
         """
         self._engine = engine
@@ -342,7 +341,7 @@ class StorageServicer:
         return pb.PutInlineResponse(put=await self._take(request.header, receive, context))
 
     async def _allocate(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
-        """Allocate a put without data and offer its shared-memory region to the client, to be filled later."""
+        """Allocate a put without data and offer its shared-memory region to the client, which fills it later."""
         blobs: list[Blob] = []
 
         async def receive(pending: PendingPut) -> None:
@@ -533,7 +532,10 @@ class StorageServicer:
         progress: Progress,
         stack: contextlib.ExitStack,
     ) -> Transfer:
-        """Open the bulk transfer for a get. The transfer takes over the resources on `stack`, which also closes it."""
+        """Open the bulk transfer for a get.
+
+        The transfer takes over the resources on `stack`. Closing `stack` closes the transfer.
+        """
         slices = await reading.gather_list(without)
 
         def send(connection: BulkConnection, start: int, end: int, moved: Moved) -> None:
@@ -548,7 +550,7 @@ class StorageServicer:
         return transfer
 
     def _frame_bytes(self) -> int:
-        """Return the size in bytes of the next frame of a get.
+        """Return the size, in bytes, of a get's next frame.
 
         Frames shrink as more gets run, because each get keeps a frame in memory until the client reads the frame.
         """
@@ -763,7 +765,7 @@ def _name(part: Part) -> str:
 
 
 def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None = None) -> pb.GetHeader:
-    """Return the header of a get response, which describes the columns and the way their bytes are sent."""
+    """Return the header of a get response, which describes the columns and how their bytes are sent."""
     return pb.GetHeader(
         row_count=reading.row_count,
         columns=map(encode_header, reading.headers),
@@ -773,7 +775,7 @@ def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicke
 
 
 async def _encoded(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None) -> bytes:
-    """Encode the header of a get response, in a thread if there are many rows."""
+    """Encode the header of a get response. If there are many rows, use a thread."""
     if reading.row_count < MANY_ROWS:
         return encode_part(_get_header(reading, shared, ticket))
     return await asyncio.to_thread(lambda: encode_part(_get_header(reading, shared, ticket)))

@@ -99,7 +99,7 @@ class EmbeddedStorage:
         )
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return the contents that a receipt for the put would have, as read from the put itself.
+        """Return what a receipt for the put would contain, as read from the put itself.
 
         Raises:
             InvalidArgumentError: the receipt is not empty, although this storage service does not issue receipts.
@@ -135,7 +135,7 @@ class StorageRegistry:
         after_durable: function that calls its argument once all changes made so far are durable.
         takes_heartbeats: function that returns whether heartbeats reach the registry. While middleware rejects
             heartbeats, the function returns False.
-        supervisor: supervisor of the background tasks, or None to create one.
+        supervisor: runs the background tasks, or None to create a supervisor.
 
     Attributes:
         puts: record of all puts in the storage services.
@@ -193,7 +193,7 @@ class StorageRegistry:
         return {"available": there, "silent": len(self._storages) - there, "lost": len(self.adoptions.lost)}
 
     def adoption_counts(self) -> tuple[int, int]:
-        """Return how many storage services with a mirror have been lost and how many of those have been adopted."""
+        """Return the number of lost storage services with a mirror and the number of those that have been adopted."""
         return self.adoptions.lost_count, self.adoptions.taken_over_count
 
     def endpoint_of(self, storage_id: str, boot_id: bytes) -> StorageEndpoint | None:
@@ -213,7 +213,7 @@ class StorageRegistry:
         return instance in self.adoptions.lost or instance in self.adoptions.expected
 
     def _find(self, storage_id: str, boot_id: bytes) -> Storage | None:
-        """Return an instance's storage service or its successor, or None if both are unknown."""
+        """Return an instance's storage service or its successor, or None if neither is known."""
         storage = self._storages.get(storage_id)
         if storage is None or storage.boot_id != boot_id:
             return self.adoptions.taken.get((storage_id, boot_id))
@@ -380,7 +380,7 @@ class StorageRegistry:
             yield engine.on_answer(asked, unknown)
 
     def place(self, size_bytes: int, put_id: bytes = b"") -> PlacePutResponse:
-        """Choose a storage service for a put, and grant the client storage services to use for its next puts.
+        """Choose a storage service for a put, and grant the client the use of storage services for its next puts.
 
         Puts of similar size are distributed by start-time fair queueing (Goyal, Vin and Cheng 1996). Each storage
         service receives a share proportional to its free bytes, regardless of the age of its last heartbeat. There is a
@@ -390,8 +390,8 @@ class StorageRegistry:
 
         Args:
             size_bytes: size of the put, in bytes.
-            put_id: id of the put, or b"" for a new put. If the put was placed before, the earlier attempt has failed,
-                so another service is chosen.
+            put_id: id of the put, or b"" for a new put. If the put was placed before, that attempt has failed, so
+                another service is chosen.
 
         Raises:
             UnavailableError: no storage service is available.
@@ -513,7 +513,7 @@ class StorageRegistry:
         return storage.driver
 
     async def close(self) -> None:
-        """Free the cells still waiting to be freed, stop background tasks, and disconnect from storage services."""
+        """Free all pending cells, stop background tasks, and disconnect from storage services."""
         await self.puts.close()
         storages = [*self._storages.values(), *self.adoptions.taken.values()]
         await asyncio.gather(*(storage.close() for storage in storages), *self._closing)

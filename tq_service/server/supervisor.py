@@ -41,7 +41,7 @@ class Supervisor:
         Args:
             name: description of the task in log messages.
             work: coroutine to run as the task.
-            may_end: whether the task may end before `stop` is called. Otherwise, an early end is a fatal failure.
+            may_end: whether the task may end before `stop` is called. If false, ending earlier is a fatal failure.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)

@@ -1,9 +1,9 @@
 """Watch calls, which send partition changes to clients at a limited total rate.
 
-Sending is expensive, so changes are sent in rounds. A change is sent immediately if no round has run recently, and in
-the next round otherwise. The interval between rounds grows with the number of watch calls. An update that fits in a
-single message is built once and shared by all calls with the same selection and revision. A round with a hundred calls
-therefore costs little more than writing a hundred messages. Changes between rounds cost nothing.
+Sending is expensive, so changes are sent in rounds. If no round has run recently, a change is sent immediately;
+otherwise, it is sent in the next round. The interval between rounds grows with the number of watch calls. An update
+that fits in a single message is built once and shared by all calls with the same selection and revision. A round with a
+hundred calls therefore costs little more than writing a hundred messages. Changes between rounds cost nothing.
 
 A watch call stores only a revision number and the message being written. If the client does not read, the call is ended
 after `stall_seconds`. A watch call never delays other calls.
@@ -59,7 +59,7 @@ class Watches:
     """The watch calls for the partitions of a catalog. Use this class only on the catalog's event loop.
 
     Args:
-        catalog: catalog of partitions.
+        catalog: the controller's partitions.
         most: maximum number of watch calls.
         stall_seconds: maximum time for a client to read an update.
 
@@ -150,7 +150,10 @@ class Watches:
             is_due = not await self._until_round(watcher, min(progress_seconds, left_seconds))
 
     async def _send_changes(self, watcher: _Watcher, *, is_due: bool) -> None:
-        """Send the changes since a watcher's revision. If nothing has changed, send at most the revision, when due."""
+        """Send the changes since a watcher's revision.
+
+        If nothing has changed, send only the revision, provided it is due.
+        """
         key = watcher.selection, watcher.revision
         shared = self._shared.get(key)
         if shared is not None and shared.revision.number >= self._history.forgotten_at:

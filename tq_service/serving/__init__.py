@@ -1,1 +1,4 @@
-"""Serves waiting calls (claims, writes, look-ups), leases and status on the event loop, without persisting anything."""
+"""Manages waiting claims, writes and look-ups, as well as leases and status, on the event loop.
+
+Nothing is persisted.
+"""

@@ -1,7 +1,7 @@
 """The queue of writes that wait for capacity in a partition, and the bounds on that capacity.
 
-A partition limits the total size of its cells and the outstanding units of its tasks. The amounts in use are part of
-the persisted state, so they survive a restart.
+A partition limits the total size of its cells and the outstanding units of its tasks. The amounts in use are persisted,
+so they survive a restart.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Demand:
     Attributes:
         counts: number of new units of each kind; see `CheckedGroups.count_units`.
         value_bytes: total size of the new samples' cells, in bytes.
-        held_counts: number of new held units (still being generated) of each kind.
+        held_counts: number of new units of each kind that are held, which means still being generated.
         groups: names of new groups. New samples of existing groups need no capacity.
         rollouts: names of new rollouts. New samples of existing rollouts need no capacity.
     """
@@ -167,7 +167,7 @@ class AdmissionBound:
     def used(self) -> int:
         """Return the number of outstanding units.
 
-        If the admission drops overflow, count only units that cannot be dropped.
+        If the admission drops units beyond its limit, count only units that cannot be dropped.
         """
         task = self._partition.tasks[self.task_name]
         outstanding = task.outstanding_count or 0
@@ -209,7 +209,7 @@ class RatioBound:
         return demand.sample_count
 
     def used(self) -> int:
-        """Return the limit minus the number of samples that may still be inserted now."""
+        """Return the difference between the limit and the number of samples that may still be inserted now."""
         return self.limit - self._ratio.inserts_left()
 
     def waits_for(self, got: int) -> str:
@@ -360,7 +360,7 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
 
     @property
     def has_capacity(self) -> bool:
-        """Whether capacity is still reserved for this write, rather than for a retry of the call."""
+        """Whether capacity is still reserved for this write and not for a retry of the call."""
         return self.queue.has_admitted(self)
 
 
@@ -420,7 +420,7 @@ class AdmissionQueue:
     async def enter(
         self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None
     ) -> WaitingWrite:
-        """Wait behind earlier writes for a write's capacity, or return immediately if the write needs no capacity.
+        """Wait in line until capacity for a write is available, or return immediately if it needs none.
 
         Args:
             request_id: id shared by the call and its retries.
@@ -429,8 +429,9 @@ class AdmissionQueue:
             deadline: end of the wait, in `time.monotonic` seconds, or None to wait until the caller is cancelled.
 
         Raises:
-            QuotaExceededError, AdmissionLimitError: the write alone exceeds a bound (raised immediately), or no
-                capacity became available before the deadline (with `retry_after_seconds`).
+            QuotaExceededError, AdmissionLimitError: the write alone exceeds a bound, or no capacity became available
+                before the deadline. The error is raised immediately in the first case and has `retry_after_seconds` in
+                the second.
             PartitionClearedError, UnavailableError: the partition was cleared or the service shut down during the wait.
             CallCancelledError: a retry replaced this call.
             TqError: the partition rejects the write regardless of capacity.
@@ -446,7 +447,7 @@ class AdmissionQueue:
         *,
         names_keys: bool = False,
     ) -> WaitingWrite:
-        """Wait for the capacity demanded by `look`. See `enter` and `WaitingWrite`."""
+        """Wait until capacity for the demand that `look` returns is available. See `enter` and `WaitingWrite`."""
         entering = self._join(request_id, look, names_keys=names_keys)
         try:
             timeout = None if deadline is None else deadline - self._clock()
@@ -464,7 +465,7 @@ class AdmissionQueue:
             del entering  # otherwise, an exception's traceback would keep this frame and the partition alive
 
     def enter_now(self, request_id: bytes, look: Callable[[], Demand | None]) -> WaitingWrite:
-        """Reserve capacity without waiting, if enough is left after serving all waiting writes.
+        """Reserve capacity without waiting if enough is left after serving all waiting writes.
 
         If too little capacity is left, raise the same error as when `enter` times out.
         """
@@ -477,7 +478,7 @@ class AdmissionQueue:
         return entering
 
     def _join(self, request_id: bytes, look: Callable[[], Demand | None], *, names_keys: bool) -> WaitingWrite:
-        """Add a write to the queue, unless the write needs no capacity or already has capacity."""
+        """Add a write to the queue unless it needs no capacity or already has capacity."""
         entering = WaitingWrite(
             queue=self, request_id=request_id, look=look, names_keys=names_keys, since=self._clock()
         )
@@ -562,8 +563,8 @@ class AdmissionQueue:
         """Whether a write can be admitted.
 
         A write can be admitted if it needs no capacity, or if it may pass other writes and fits alongside the admitted
-        writes. The demand is recomputed only if it may have decreased, or when the write fits. As a result, a small
-        clear does not cause all keys of a large waiting put to be looked up.
+        writes. The demand is recomputed only if it may have decreased or if the write fits. A small clear therefore
+        does not trigger a look-up of all keys in a large waiting put.
         """
         if self._may_take_less(waiting):
             self._update_demand(waiting)
@@ -575,7 +576,7 @@ class AdmissionQueue:
         return waiting.demand is None or self._refusing(waiting.demand, admitted) is None
 
     def _may_take_less(self, waiting: WaitingWrite) -> bool:
-        """Whether a write's demand may have changed: its samples or groups now exist, or the write is now rejected."""
+        """Whether a write's demand may have changed because its samples or groups now exist or it is now rejected."""
         if waiting.demand is None or waiting.seen is None or waiting.seen[0] != self._partition.sealed:
             return True
         added = self._partition.table.next_index - waiting.seen[1]
@@ -603,7 +604,7 @@ class AdmissionQueue:
         return None
 
     def _too_late(self, late: WaitingWrite) -> TqError:
-        """Create the error for a write that received no capacity in time, or could not pass another write."""
+        """Create the error for a write that received no capacity in time or could not pass another write."""
         if late.demand is not None and (refusing := self._refusing(late.demand)) is not None:
             return refusing[0].error(refusing[1], may_fit_later=True, note=self._note(refusing[0]))
         holder = self._turn.holder
@@ -616,7 +617,7 @@ class AdmissionQueue:
         )
 
     def _note(self, bound: Bound, asking: ClaimRequest | None = None) -> str:
-        """Return a note on what makes writes wait at a bound: earlier puts or a deadlock.
+        """Return a note on whether earlier puts or a deadlock make writes wait at a bound.
 
         Return "" if the reason is unknown.
         """
@@ -633,9 +634,9 @@ def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | No
     waiting claim needs new samples, or the claim's conditions exclude the pending samples.
 
     Args:
-        partition: partition of the task.
-        planner: planner of the task.
-        asking: claim that is already waiting. Ignored if the claim belongs to a different task.
+        partition: partition that contains the task.
+        planner: planner that answers the task's claims.
+        asking: claim that is already waiting. A claim on a different task is ignored.
     """
     task, waiting = planner.task, [request for request, _ in planner.waiting_claims()]
     if asking is not None and asking.task_name == task.name:

@@ -38,8 +38,8 @@ class Backlog:
     """A task's backlog as of the last scan.
 
     Attributes:
-        ready_count: number of samples that a claim like the task's last claim could receive, or None if there was no
-            claim.
+        ready_count: number of samples that would be available to a claim like the task's last one, or None without a
+            last claim.
         oldest_version: lowest version among the samples left for the task, or None if none of them has a version.
         newest_version: highest version among all stored samples, or None if no sample has a version.
     """
@@ -61,7 +61,7 @@ NO_BACKLOG: Final = Backlog(ready_count=None, oldest_version=None, newest_versio
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Known:
-    """A task's last backlog, the marks at the time of the scan, and the earliest time for the next scan."""
+    """A task's last backlog, the marks that identify the scanned state, and the earliest time of the next scan."""
 
     backlog: Backlog
     marks: Marks
@@ -77,8 +77,8 @@ class Backlogs:
     Scans therefore take at most 2 % of the time.
 
     Args:
-        catalog: catalog of partitions.
-        runner: runner that returns the length source needed by a sampler.
+        catalog: the controller's partitions.
+        runner: provides the length source that a sampler needs.
     """
 
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
@@ -133,7 +133,7 @@ class Backlogs:
                 await slices.turn()
 
     def _is_due(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether a backlog is due: it may have changed, and enough time has passed since the last scan."""
+        """Whether a backlog may have changed and enough time has passed since its last scan."""
         known, now = self._known.get(task), asyncio.get_running_loop().time()
         return known is None or (known.next_at <= now and known.marks != self._marks(partition, task))
 

@@ -155,7 +155,7 @@ class Limits:
         self._check_new("task_name", partition.partition_id, partition.tasks, (task_name,))
 
     def _check_new(self, what: str, partition_id: str, known: Collection[str], names: Iterable[str]) -> None:
-        """Reject new names if any of them is too long, or if the new and known names together exceed the limit."""
+        """Reject new names if any of them is too long or if the new and known names together exceed the limit."""
         if new := [name for name in names if name not in known]:
             self._check_longest("name" if what == "fields" else what, new)
             limit_name, plural, remedy = _NAMED[what]
@@ -226,7 +226,7 @@ class LeaseTimer:
             self._set_timer()
 
     def stop(self) -> None:
-        """Stop the timer, so that no further leases expire."""
+        """Stop the timer so that no more leases expire."""
         self._deadlines.clear()
         self._set_timer()
 
@@ -243,7 +243,7 @@ class LeaseTimer:
             self._timer = asyncio.get_running_loop().call_at(self._deadlines[0][0], self._ring)
 
     def _ring(self) -> None:
-        """Expire a limited number of due leases, so that other work can run even if thousands of leases are due."""
+        """Expire a limited number of due leases so that other work can run even if thousands of leases are due."""
         now = asyncio.get_running_loop().time()
         try:
             for _ in range(_MOST_EXPIRED_A_TURN):
@@ -261,7 +261,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The answer to a claim and the answers for the later batches of the claim's range.
+    """The answer to a claim, followed by the answers for the later batches in its range.
 
     `partition` is None if the partition does not exist.
     """
@@ -443,7 +443,7 @@ class Catalog:
         return sum(partition.table.present_count for partition in self._partitions.values())
 
     def snapshot_cells(self) -> list[CellsSnapshot]:
-        """Return a snapshot of the cells of all samples, which another thread can read with `live_cells`."""
+        """Return a snapshot of all samples' cells that another thread can read with `live_cells`."""
         return [partition.cells.snapshot() for partition in self._partitions.values()]
 
     def get(self, partition_id: str, incarnation: bytes = b"") -> Partition:
@@ -488,7 +488,7 @@ class Catalog:
     async def capacity_for(
         self, partition_id: str, incarnation: bytes, write: SampleWrite
     ) -> AsyncIterator[CheckedWrite | None]:
-        """Reserve capacity for the new rows of a write, in short steps. The caller writes inside the `with` block.
+        """Reserve capacity for a write's new rows in short steps. The caller writes inside the `with` block.
 
         The write is checked first, so a rejected write uses no memory. The context manager yields the checked write,
         which the caller passes to `write`. When the block ends, unused capacity is released.
@@ -515,7 +515,7 @@ class Catalog:
     ) -> Written:
         """Write samples. The first accepted write creates the partition.
 
-        If an admission drops samples beyond its limit, the drop is a separate change in the caller's group.
+        If an admission drops samples beyond its limit, this is recorded as a separate change in the caller's group.
 
         Args:
             partition_id: name of the partition.
@@ -530,14 +530,14 @@ class Catalog:
         return written
 
     def write_groups(self, incarnation: bytes, change: GroupsWritten) -> Written:
-        """Write values that all samples in a group share, for one or more groups."""
+        """Write the values shared by all samples in a group, for one or more groups."""
         self.get(change.partition_id, incarnation)
         self.limits.check_groups(change.names)
         written: Written = self.machine.commit(change)
         return written
 
     def _drop_overflow(self, written: Written, admission: Admission) -> None:
-        """Clear the lowest-priority units beyond an admission's limit, in the same group of changes as the write."""
+        """Clear the lowest-priority units beyond an admission's limit as part of the write's group of changes."""
         partition, task = written.partition, written.partition.tasks[admission.task_name]
         excess = (task.outstanding_count or 0) - admission.most
         if excess > 0:
@@ -637,7 +637,7 @@ class Catalog:
     # Snapshots
 
     def snapshot(self) -> list[PartitionSnapshot]:
-        """Return a snapshot of all partitions, which another thread can read."""
+        """Return a snapshot of all partitions that another thread can read."""
         return [partition.snapshot() for partition in self._partitions.values()]
 
     @contextlib.contextmanager
@@ -809,7 +809,7 @@ class Catalog:
     # Waiting
 
     def waiting_claims(self, partition: Partition, task_name: str) -> list[tuple[ClaimRequest, int]]:
-        """Return one waiting claim from each set of equal claims, with the number of claims in that set.
+        """Return one waiting claim from each set of equal claims, together with the size of that set.
 
         If `task_name` is empty, return the claims of all tasks.
         """
@@ -827,7 +827,7 @@ class Catalog:
         return self._arrivals.keys()
 
     def awaiting(self, partition_id: str) -> list[ClaimRequest | None]:
-        """Return the calls that wait for a missing partition, oldest first. Look-ups are returned as None."""
+        """Return the calls that wait for a missing partition, oldest first. A look-up is represented by None."""
         return list(self._arrivals.get(partition_id, {}).values())
 
     def waiting_count(self, partition: Partition, task_name: str) -> int:
@@ -915,7 +915,7 @@ class Catalog:
         claim: ClaimRequest | None = None,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Partition | None:
-        """Wait until a partition exists and return it, or return None at the deadline (in event-loop time).
+        """Wait until a partition exists and return it, or return None at a deadline in event-loop time.
 
         Raises:
             UnavailableError: the server is shutting down.

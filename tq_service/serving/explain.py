@@ -40,8 +40,8 @@ class Explainer:
     """Explains why claims wait. In large partitions, requests for equal claims share one scan per second.
 
     Args:
-        catalog: catalog of partitions and the claims that wait for them.
-        runner: runner that returns the length source needed by a sampler.
+        catalog: the controller's partitions and the claims that wait for them.
+        runner: provides the length source that a sampler needs.
     """
 
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
@@ -50,7 +50,7 @@ class Explainer:
         self._recent: dict[object, asyncio.Task[WaitReason]] = {}
 
     async def explain(self, partition_id: str, request: ClaimRequest, names: Collection[str]) -> WaitReason:
-        """Return the reason why a claim has not yet been answered.
+        """Return the reason why a claim is still waiting.
 
         Args:
             partition_id: name of the partition, which may be missing.
@@ -156,7 +156,7 @@ class Explanation:
     """The explanation of one kind of claim, computed slice by slice.
 
     Args:
-        partition: partition of the task.
+        partition: partition that contains the task.
         task: ledger of the claiming task.
         request: one of the equal claims to explain.
         length: length source that the claim's sampler needs, or None if the sampler needs no lengths.

@@ -1,6 +1,6 @@
 """The change history, which tells watching clients what has changed in partitions, samples and tasks since a revision.
 
-A revision is the number of a state of this service instance that clients have seen. Each change belongs to the next
+A revision number identifies a state of this service instance that clients have seen. Each change belongs to the next
 revision. The history stores the revision of the last change to each row (in a column) and to each task:
 
     revision 7 is issued
@@ -12,7 +12,7 @@ revision. The history stores the revision of the last change to each row (in a c
 The state of a watcher is therefore a single number. A watcher that has fallen behind receives each changed item only
 once, in the item's latest state. Only blocks that contain changed rows are searched.
 
-Removed rows and partitions can no longer be read, so a log of limited size records their names. If the log has dropped
+Removed rows and partitions can no longer be read, so a log of limited size identifies them. If the log has dropped
 removed rows that a watcher has not seen, the watcher receives the entire partition again. If the log has dropped a
 removed partition, watchers at earlier revisions must start over (CompactedError). The history is not persisted, so each
 restart begins a new history. No changes are recorded before the first revision is issued.
@@ -44,7 +44,7 @@ _FIRST: Final = 1
 _COLUMN: Final = "revision"
 
 Removed: TypeAlias = tuple[Indexes, NDArray[Any] | None]
-"""Global indexes of removed rows, and the rows' keys (None if no row had a key)."""
+"""Global indexes of removed rows and the rows' keys, or None in place of the keys if no row had one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +112,7 @@ class PartitionChanges:
     Attributes:
         partition: the partition, or None if this incarnation no longer exists.
         removed: removed rows.
-        since: revision after which rows must have been written to be included, or 0 to include all rows.
+        since: revision after which a row must have been written to be included, or 0 to include all rows.
         blocks: numbers of the blocks that may contain included rows, or None for all blocks.
         task_names: names of changed tasks.
     """
@@ -314,7 +314,7 @@ def _changes_of(
 
 
 def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iterable[int]:
-    """Set the revision of the given rows that still exist. Return the numbers of the rows' blocks."""
+    """Set the revision of those given rows that still exist. Return the numbers of their blocks."""
     revisions = table.columns.get(_COLUMN) or table.unsaved_column(_COLUMN, np.int64, 0)
     if isinstance(rows, range):
         revisions.write(slice(table.position_from(rows.start), table.position_from(rows.stop)), number)

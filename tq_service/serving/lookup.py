@@ -79,7 +79,7 @@ class Part:
 class Selection:
     """The samples selected by a request.
 
-    Individually selected samples appear in the order of `indexes`, and then in the order of `keys`. Otherwise, the
+    Individually selected samples appear in the order of `indexes`, followed by the order of `keys`. Otherwise, the
     selection contains the members of `groups` and `rollouts`, or all samples, in order of insertion. A selection may
     contain millions of samples, so it is read in parts. A place is either an offset into the given indexes and keys or
     a global index.
@@ -97,8 +97,8 @@ class Selection:
         where: further conditions that the selected samples must satisfy.
 
     Raises:
-        InvalidArgumentError: samples are given both individually and by group or rollout, or together with
-            `skipped_by`.
+        InvalidArgumentError: samples are selected both individually and by group or rollout, or `skipped_by` is set
+            without `is_all`.
     """
 
     indexes: Indexes = field(default_factory=_NONE.copy)
@@ -219,7 +219,7 @@ class Page:
     """A page in the list of a partition's samples.
 
     Attributes:
-        partition: partition of the samples.
+        partition: partition that contains the samples.
         positions: table positions of the samples, of shape `(n,)`.
         missing_keys: keys in the page's range for which no sample exists.
         missing_indexes: indexes in the page's range for which no sample exists.
@@ -420,12 +420,12 @@ def locate(
     """Return the positions of the samples that have cells in all given fields, and the names of these fields.
 
     Args:
-        partition: partition of the samples.
+        partition: partition that contains the samples.
         names: names of the requested fields.
         indexes: global indexes of the samples, which must be empty if keys are given.
         keys: keys of the samples.
         skip_missing: whether to omit missing samples and samples with missing cells.
-        skip_missing_fields: whether to omit fields that do not exist, or that some samples lack.
+        skip_missing_fields: whether to omit fields that do not exist or that some samples lack.
 
     Raises:
         FieldNotFoundError: the partition has never had one of the fields. This error is not raised for a field whose
@@ -490,12 +490,12 @@ class LookupWait:
     """A context manager that waits until a look-up finds enough samples.
 
     Instead of polling, the wait collects rows as they are written. Collected rows are checked only once there are
-    enough of them to reach `min_count`. If a partition is filled row by row, a few rows are therefore checked a few
-    times, instead of all rows after each write. When `min_count` appears to have been reached, cleared rows are
+    enough of them to reach `min_count`. Filling a partition row by row therefore requires only a few short checks
+    instead of a check of all rows after each write. When `min_count` appears to have been reached, cleared rows are
     subtracted.
 
     Args:
-        partition: partition of the samples.
+        partition: partition that contains the samples.
         selection: samples to wait for.
         min_count: number of samples to wait for.
     """
@@ -531,7 +531,7 @@ class LookupWait:
         self._is_due.set()
 
     async def until_enough(self, deadline: float) -> bool:
-        """Wait until enough samples exist, or until a deadline in event-loop time.
+        """Wait until enough samples exist or a deadline, in event-loop time, has passed.
 
         Return True if enough samples exist or if `min_count` can no longer be reached, and False after the deadline.
         All samples that exist when the call starts are checked, even after the deadline. Later samples are checked only
@@ -638,7 +638,7 @@ async def wait_for_samples(
 
 @dataclass(slots=True)
 class Clearing:
-    """Clears samples in parts, ignoring missing samples.
+    """Clears samples in parts and ignores missing samples.
 
     Each sample is tested against the selection's conditions in the same step that clears it.
 
@@ -729,7 +729,7 @@ class Clearing:
 
 
 class Failing(Clearing):
-    """Marks samples as failed, in parts, ignoring samples that are missing or have already failed. See `Clearing`."""
+    """Marks samples as failed in parts, ignoring samples that are missing or have already failed. See `Clearing`."""
 
     def _remove_groups(self) -> None:
         """Keep groups without samples, because such groups contain nothing to mark as failed."""
@@ -749,7 +749,7 @@ class Failing(Clearing):
 
 @dataclass
 class ClearingFields(Clearing):
-    """Clears the cells of some fields, in parts, but keeps the samples. See `Clearing`.
+    """Clears the cells of some fields in parts but keeps the samples. See `Clearing`.
 
     Args:
         field_names: names of the fields, without duplicates. If a field has group scope, the selection must consist of

@@ -5,10 +5,10 @@
              -> on its turn, planned on the event loop: answered, or a miss
                 -> if that is impossible, planned off the loop, one plan at a time
 
-Lines take turns in order of arrival, regardless of what they claim. A line that cannot be served is skipped and gets
-another turn after the next change. A sampler that cannot plan immediately on the event loop runs off the loop, for one
-line at a time. An off-loop plan that exceeds its time limit yields to the next plan. Commits, status requests, replays,
-and claims that can be planned immediately never wait for off-loop plans.
+Lines take turns in order of arrival, regardless of what their calls claim. A line that cannot be served is skipped and
+gets another turn after the next change. A sampler that cannot plan immediately on the event loop runs off the loop, for
+one line at a time. An off-loop plan that exceeds its time limit yields to the next plan. Commits, status requests,
+replays, and claims that can be planned immediately never wait for off-loop plans.
 
 In a single step, the loop checks that all rows in a plan are still ready and records the plan. If a row is no longer
 ready, the planner makes a new plan for the line. Faster lines could therefore overtake the line of a slow sampler
@@ -99,8 +99,8 @@ Answer = RankPlan | Claim | EndCounts | NotYet
 class LoopYielder:
     """Shares event-loop time fairly between thousands of waiting calls and all other work.
 
-    The yielder yields to the loop after a few steps, or earlier if a step was slow. After many answers, the yielder
-    also pauses for as long as the answers took to produce, because sending them takes longest. While the server is busy
+    The yielder yields to the loop after a few steps, or earlier if a step was slow. After producing many answers, the
+    yielder also pauses for the same amount of time, because sending answers takes longest. While the server is busy
     sending, it accepts only one new call per loop iteration, so a backlog of new calls would build up.
     """
 
@@ -187,7 +187,7 @@ class Line:
     Attributes:
         last_miss: reason why the last search found no plan.
         polls: waiting calls that end after their first turn.
-        is_waited_for: whether later lines wait for this line's next off-loop plan, which they do if the last plan was
+        is_waited_for: whether later lines wait for this line's next off-loop plan, as they do if the last plan was
             quick.
         look_past: number of ready rows that the next off-loop plan skips and leaves to faster lines.
     """
@@ -242,7 +242,7 @@ class Line:
             self.polls[waiter] = None
 
     def remove(self, waiter: Waiter) -> None:
-        """Remove a call from the line, if present."""
+        """Remove a call from the line if it is there."""
         self._waiters.pop(waiter, None)
         self.polls.pop(waiter, None)
 
@@ -261,8 +261,8 @@ class WaitQueue:
     ran. The cost per turn therefore stays low even with many lines.
 
     Attributes:
-        by_spec: lines, by their claim spec. A call that is answered immediately does not join a line.
-        planning: line whose off-loop plan is in progress and has not yielded, or None if there is no such line.
+        by_spec: lines by claim spec. A call that is answered immediately does not join a line.
+        planning: line whose off-loop plan is in progress and has not yielded, or None.
         is_stale: whether anything has changed since the last scan of all lines.
     """
 
@@ -321,7 +321,7 @@ class WaitQueue:
 
     @property
     def holder(self) -> Line | None:
-        """The line whose off-loop plan blocks all later lines, or None if there is no such line."""
+        """The line whose off-loop plan blocks all later lines, or None."""
         return self.planning if self.planning is not None and self.planning.is_waited_for else None
 
     @property
@@ -420,7 +420,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunsPlans(Protocol):
-    """Runs samplers in isolation, so that a sampler that fails or hangs affects only the claim being planned."""
+    """Runs samplers in isolation so that a failing or hanging sampler affects only the claim being planned."""
 
     def length(self, sampler: Sampler) -> LengthSource | None:
         """Return a sampler's length source, or None if the sampler needs no lengths. Raises only TqError."""
@@ -449,7 +449,7 @@ class Planner:
     Attributes:
         task: ledger of the task.
         last_request: last claim that this process received, or None if there was none.
-        deliveries: rate at which this process delivers samples, per second.
+        deliveries: rate, per second, at which this process delivers samples.
         step_times: time breakdown of the trainer's latest steps, by rank.
     """
 
@@ -466,9 +466,9 @@ class Planner:
         """Create the planner of a task.
 
         Args:
-            partition: partition of the task.
+            partition: partition that contains the task.
             task: ledger of the task.
-            runner: runner of samplers.
+            runner: runs the samplers that plan batches.
             commit: function that applies a change to the partition, or does nothing if the partition has been cleared.
                 The second argument is the result of the change's `prepare`, or None.
             group: function that returns a context manager. All changes made inside the context manager's block form one
@@ -570,7 +570,7 @@ class Planner:
         """Return the answers for the batches that follow the first batch of a range.
 
         The list ends before the first batch that is not ready or whose claim is rejected. With `may_plan`, the planner
-        first plans as many of these batches as it can in the current event-loop step, as one group of changes.
+        first plans as many of these batches as possible in this event-loop step, as one group of changes.
         """
         if may_plan and self._gone is None and not self._has_turns(request.spec):
             with self._group():
@@ -742,7 +742,7 @@ class Planner:
             self._dispatching = None
 
     def _may_be_served(self, line: Line) -> bool:
-        """Whether the state has changed since the line's last search, so that a new search may succeed."""
+        """Whether a new search may succeed because the state has changed since the line's last search."""
         return not line.last_miss.is_current(self._partition, self.task)
 
     def _enqueue_answers(self, waiters: Iterable[Waiter], error: TqError | None = None) -> None:
@@ -961,7 +961,7 @@ class Planner:
                 return found
 
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
-        """Search off the loop for a plan or the end of the task, while the table is pinned.
+        """Search off the loop for a plan or the end of the task while the table is pinned.
 
         This method awaits nothing after it has checked the plan's rows, so the caller can safely record the plan.
         """
@@ -1039,7 +1039,7 @@ class Planner:
             self._advance()
 
     async def _close_gaps(self) -> None:
-        """If a table has many gaps, close them in short steps, waiting while running plans pin the table.
+        """If a table has many gaps, close them in short steps. Wait while running plans pin the table.
 
         Without this wait, overlapping plans could keep the table pinned, and the table would grow without bound. The
         wait always ends, because plans have a time limit.

@@ -81,7 +81,7 @@ class PromptClaims:
     """Serves claims for prompts that also create slots for the prompts; see `Admit`.
 
     Args:
-        catalog: catalog of partitions.
+        catalog: the controller's partitions.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -165,11 +165,11 @@ class _Prompts:
     """Creates slots for the prompts claimed by one call.
 
     Args:
-        catalog: catalog of partitions.
+        catalog: the controller's partitions.
         partition_id: name of the prompts' partition.
         request: claim for prompts.
         admit: description of the slots that the claim requests.
-        lease: lease terms for the prompts.
+        lease: terms of the lease on the prompts.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class _Prompts:
         return partial(demand_of_slots, self._slots, prompt_count, self._admit.slot_count)
 
     def make(self, rows: Indexes, capacity: WaitingWrite | None = None) -> None:
-        """Create slots for the given prompts, using the capacity already reserved for the slots, if any."""
+        """Create slots for the given prompts, using any capacity that is already reserved for them."""
         slots, queue = self._slots, self.queue
         write = self._write(slots, rows)
         if queue is not None and (capacity is None or not capacity.has_capacity):

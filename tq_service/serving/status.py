@@ -50,7 +50,7 @@ def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: b
     """Return the consumption status of a task. A missing partition has no consumed samples.
 
     Raises:
-        TaskNotFoundError: the task has neither been declared nor claimed anything, and `missing_ok` is false.
+        TaskNotFoundError: the task was never declared and has never claimed samples, and `missing_ok` is false.
     """
     if partition is None:
         return _NOTHING_CONSUMED
@@ -153,7 +153,7 @@ def summary_of(partition: Partition) -> PartitionSummary:
 def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
     """Return a consistent description of a partition, its fields, and its tasks.
 
-    Only the versions may be older, because they come from the last scan by `Backlogs.refresh`.
+    The versions may be older because they come from the last scan by `Backlogs.refresh`.
     """
     with_versions = {task for _, task in tasks_with_versions(partition)}
     return PartitionDescription(
@@ -203,9 +203,9 @@ def status_of(
 
     Args:
         catalog: catalog that contains the partition.
-        partition: partition of the task.
+        partition: partition that contains the task.
         task: ledger of the task.
-        backlog: backlog of the task as of the last scan.
+        backlog: the task's backlog as of the last scan.
         leases: leases to list, oldest first.
     """
     dead_lettered = partition.table.index[task.dead_lettered()[:_MOST_DEAD_LETTERED]]

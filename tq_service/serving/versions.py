@@ -79,7 +79,7 @@ class VersionWaits:
         claim: tuple[Partition, ClaimRequest] | None = None,
         enders: Enders | None = None,
     ) -> Policy | None:
-        """Wait for a policy version, and return the policy, or None if the policy does not exist after the wait.
+        """Wait for a policy version and return the policy. Return None if the policy does not exist after the wait.
 
         Args:
             policy: name of the policy.
@@ -120,7 +120,7 @@ class VersionWaits:
 
 
 def _remove(waits_by: dict[Any, dict[VersionWait, Any]], key: object, wait: VersionWait) -> None:
-    """Remove a wait. If it was the last wait for its policy or partition, also remove the now empty entry."""
+    """Remove a wait. If no waits remain for its policy or partition, also remove the empty entry."""
     del waits_by[key][wait]
     if not waits_by[key]:
         del waits_by[key]

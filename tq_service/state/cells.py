@@ -62,8 +62,8 @@ class ColumnWrite:
 
     Attributes:
         spec: dtype, layout and row shape of the column.
-        extents: size of each row in each ragged dimension of `spec`, of shape `(n, ragged dims)`, or None if the column
-            is not jagged.
+        extents: row sizes in each ragged dimension of `spec`, as an array of shape `(n, ragged dims)`, or None if the
+            column is not jagged.
         value_bytes: total size of the values in bytes.
     """
 
@@ -83,7 +83,7 @@ class ColumnWrite:
         return tuple(shape)
 
     def sizes(self, dim: int) -> Indexes | int:
-        """Return the size of each row in one dimension, of shape `(n,)`, or an integer if all sizes are equal."""
+        """Return the row sizes in one dimension as an `(n,)` array, or as an integer if all sizes are equal."""
         if self.extents is not None and dim in self.spec.ragged_dims:
             return self.extents[:, self.spec.ragged_dims.index(dim)]
         return (self.spec.row_shape or ())[dim]
@@ -108,13 +108,13 @@ class CellRuns:
         field_names: fields whose cells have these locations.
         puts: puts that contain the cells.
         put_indexes: for each run, the index of its put in `puts`.
-        first_rows: for each run, the number of its first row within the put.
+        first_rows: for each run, the index of its first row within the put.
         row_counts: for each run, the number of rows.
-        extent_counts: for each cell, the number of extents (rows in puts), or empty if no cell has grown.
-        extent_lengths: for each extent, the length that belongs to the cell, or `WHOLE_EXTENT` if the cell has not
-            grown.
-        sample_counts: for each row of a field shared within groups, the number of consecutive samples that share the
-            row, or empty for other fields.
+        extent_counts: number of extents in each cell, or empty if no cell has grown. Each extent is one row of a put.
+        extent_lengths: for each extent, the length of the part that belongs to the cell, or `WHOLE_EXTENT` if the cell
+            has not grown.
+        sample_counts: for a field shared within groups, the number of consecutive samples that share each row. The
+            sequence is empty for other fields.
     """
 
     field_names: tuple[str, ...]
@@ -131,8 +131,8 @@ class CellRuns:
 class CellSet:
     """A set of cells in one put.
 
-    The set contains the cells of `field_names` in ascending `rows`. If `rows` is None, the set contains all original
-    cells of the put.
+    The set contains the cells of `field_names` in ascending `rows`. If `rows` is None, the set contains all cells that
+    the put originally contained.
     """
 
     put: Put
@@ -141,7 +141,7 @@ class CellSet:
 
 
 Freed: TypeAlias = CellSet | Put
-"""Cells that no longer belong to any sample. A `Put` means that all of its cells have been freed."""
+"""Cells that no longer belong to any sample. If the value is a `Put`, all cells of the put have been freed."""
 
 
 def freed_cells(freed: Freed) -> CellSet:
@@ -200,7 +200,7 @@ class Field:
         return self.produced_count
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return each row's cell, of shape `(n,)`, or `NOT_PRODUCED` for a row without a cell.
+        """Return the cell of each row as an `(n,)` array, with `NOT_PRODUCED` for a row without a cell.
 
         This method can be called from any thread.
         """
@@ -238,7 +238,7 @@ class Field:
 
 
 class SharedField(Field):
-    """A field whose samples share one cell per group. Methods that write cells take group slots instead of rows.
+    """A field in which the samples of a group share a cell. Methods that write cells take group slots instead of rows.
 
     Args:
         spec: initial spec of the field.
@@ -259,7 +259,7 @@ class SharedField(Field):
         return int((groups.members[slots] - groups.cleared[slots] - groups.failed[slots]).sum())
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the cell of each row's group, of shape `(n,)`, or `NOT_PRODUCED` for a group without a cell.
+        """Return the cell of each row's group as an `(n,)` array, with `NOT_PRODUCED` for a group without a cell.
 
         This method can be called from any thread.
         """
@@ -293,7 +293,7 @@ class CellTable:
         groups: groups of the partition. Groups own the cells of fields declared with scope "group".
 
     Attributes:
-        fields: fields by name.
+        fields: the partition's fields, keyed by name.
         extents: extents of grown cells.
         write_once: names of fields whose cells can be written only once.
         shared: names of fields whose cells belong to groups. All shared fields are declared.
@@ -367,8 +367,8 @@ class CellTable:
     def sequence_fields(self, names: Iterable[str]) -> list[Field]:
         """Return the named fields that contain one-dimensional tensors and are not declared as dense.
 
-        A field may currently be dense only because all its cells happen to have equal lengths. Such a field is also
-        returned, so that writing a cell of a different length does not change the result.
+        A field may currently be dense only because all its cells happen to have equal lengths. Such fields are also
+        returned so that writing a cell of a different length does not change the result.
         """
         found = []
         for name in names:
@@ -400,7 +400,7 @@ class CellTable:
         return found
 
     def merged_specs(self, columns: Sequence[ColumnWrite], positions: Indexes | None) -> list[FieldSpec]:
-        """Return the field specs after writing `columns`. Raise FieldMismatchError if a column does not fit.
+        """Return the specs that result from writing `columns`. Raise FieldMismatchError if a column does not fit.
 
         Args:
             columns: columns to write.
@@ -425,7 +425,7 @@ class CellTable:
         return merged
 
     def appended_specs(self, columns: Sequence[ColumnWrite]) -> list[FieldSpec]:
-        """Return the field specs after appending `columns`. Raise FieldMismatchError if a column does not fit."""
+        """Return the specs that result from appending `columns`. Raise FieldMismatchError if a column does not fit."""
         specs = []
         for column, merged in zip(columns, self.merged_specs(columns, None), strict=True):
             spec = replace(merged, layout=Layout.JAGGED, row_shape=(-1, *(merged.row_shape or ())[1:]))
@@ -466,7 +466,7 @@ class CellTable:
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: slice | Indexes,
               row_count: int) -> list[Freed]:  # fmt: skip
-        """Assign the rows of a put to the cells at `positions`, in order. Return the replaced cells.
+        """Make the cells at `positions` refer to the rows of a put, in order. Return the replaced cells.
 
         If the rows are new, `positions` is a slice. For fields shared within groups, `positions` contains group slots.
         A single write must not mix shared fields with other fields.
@@ -498,7 +498,7 @@ class CellTable:
             put: put that contains the rows.
             columns: columns of the put.
             specs: specs of the fields after the append.
-            positions: positions of the cells.
+            positions: table position of each cell, in the order of the put's rows.
             lengths: current lengths of the cells.
         """
         slot = self.puts.add(put, positions.size, columns)
@@ -552,7 +552,8 @@ class CellTable:
     def free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
         """Remove the cells at `positions` in `fields`, and return the removed cells.
 
-        A declared field that loses its last cell reverts to its declared spec. An undeclared field is removed instead.
+        A declared field that loses its last cell reverts to its declared spec. An undeclared field that loses its last
+        cell is removed.
         """
         looked_at = list(fields)
         freed = self._free_cells(positions, looked_at)
@@ -585,7 +586,7 @@ class CellTable:
         return self._count_off(forgotten)
 
     def _count_off(self, forgotten: Iterable[tuple[str, Indexes]]) -> list[Freed]:
-        """Reduce the puts' cell counts by the cells that no longer belong to any sample. Return these cells by put."""
+        """Subtract the given cells from the cell counts of their puts. Return these cells, grouped by put."""
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put = self.puts.get(slot)
@@ -608,7 +609,7 @@ class CellTable:
         return min(positions.size, int(np.searchsorted(heads, most)) + 1)
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
-        """Return the cell locations of the named fields, with fields grouped by equal locations.
+        """Return the cell locations of the named fields, with one entry for all fields that have the same locations.
 
         A field is omitted if any of the rows has no cell in that field.
         """
@@ -709,7 +710,7 @@ def _of_puts(cells: Indexes, is_meant: NDArray[np.bool_]) -> Indexes:
 
 
 def _by_put(cells_of_fields: Iterable[tuple[str, Indexes]]) -> dict[int, dict[bytes, list[str]]]:
-    """Group cells by put slot and by set of rows.
+    """Group cells by put slot and, within each put, by set of rows.
 
     Each set of rows maps to the names of fields whose cells occupy exactly these rows of the put.
     """
@@ -778,7 +779,7 @@ class PutTable(SlotTable):
         return put
 
     def count_off(self, slot: int, counts: Iterable[tuple[str, int]]) -> bool:
-        """Subtract each field's number of freed cells from a put. Return whether the put is now empty."""
+        """Subtract each field's freed cells from a put's cell count and size. Return whether the put is now empty."""
         cells_left, bytes_left, gone_bytes = int(self._cells[slot]), int(self._bytes[slot]), 0.0
         for field_name, count in counts:
             cells_left -= count
@@ -875,7 +876,7 @@ class _MetaStore:
 
     @property
     def kind(self) -> str:
-        """Kind of the column's typed values (`i`, `f`, `b` or `O`), or an empty string if there are none."""
+        """NumPy kind of the column's typed values (`i`, `f`, `b` or `O`), or an empty string if there are none."""
         return "" if self.values is None else self.values.data.dtype.kind
 
 
@@ -890,10 +891,10 @@ class CustomMeta:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Kind of each custom_meta column by name, in order of first use.
+        """Kinds of the custom_meta columns, by column name and in order of first use.
 
-        The kind of a column is the kind of its typed values (`i`, `f`, `b` or `O`), if any. The suffix `J` is added if
-        some values are JSON.
+        A column's kind is the NumPy kind of its typed values (`i`, `f`, `b` or `O`), if it has any. The suffix `J` is
+        added if some values are JSON.
         """
         return {name: stored.kind + _JSON * (stored.json is not None) for name, stored in self._columns.items()}
 
@@ -990,7 +991,7 @@ class CustomMeta:
         return [column for column in columns if column is not None and column.has_value.any()]
 
     def holds(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return masks of the rows that satisfy a condition and of the rows that have a typed value in its column."""
+        """Return two masks: rows that satisfy a condition, and rows with a typed value in the condition's column."""
         values, present = self.typed(condition.column, rows)
         holds = np.zeros(present.size, np.bool_)
         if present.any():

@@ -17,10 +17,10 @@ class Evicted:
 
     Attributes:
         rows: global indexes of the samples, sorted by unit.
-        sizes: number of samples in each unit, of shape `(units,)`.
-        reasons: reason for the eviction of each unit, as an `EvictionCode`, of shape `(units,)`.
-        is_group: whether each unit is a group or rollout rather than a single sample, of shape `(units,)`.
-        unit: kind of the units that are not single samples: group or rollout.
+        sizes: number of samples in each unit, as an array of shape `(units,)`.
+        reasons: array of shape `(units,)` with the `EvictionCode` of each unit.
+        is_group: mask of shape `(units,)` that selects groups and rollouts rather than single samples.
+        unit: kind of every unit that is not a single sample: "group" or "rollout".
     """
 
     rows: Indexes

@@ -20,7 +20,7 @@ from tq_service.state.plan import Indexes
 from tq_service.state.table import SlotTable
 
 GROWN: Final = 1 << 62
-"""Flag bit of a grown cell. The other bits contain the slot of the cell's last extent. Other cell numbers are lower."""
+"""Flag bit of a grown cell. The other bits are the slot of the cell's last extent. Other cells have lower numbers."""
 
 MOST_EXTENTS: Final = 1024
 """Maximum number of extents per cell. The limit exists because a read must list every extent of each cell."""
@@ -30,12 +30,12 @@ _NONE: Final = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extents:
-    """The extents of several cells, sorted by cell and then by offset.
+    """The extents of several cells, sorted by cell and then by offset. Each array has shape `(extents,)`.
 
     Attributes:
-        owners: position of each extent's cell in the array of cells, in ascending order, of shape `(extents,)`.
-        slots: slot of each extent in the extent table, or -1 for a cell that has not grown, of shape `(extents,)`.
-        cells: put and row of each extent, encoded as in a cell that has not grown, of shape `(extents,)`.
+        owners: position of each extent's cell in the array of cells, in ascending order.
+        slots: slot of each extent in the extent table, or -1 for the only extent of a cell that has not grown.
+        cells: put and row of each extent, encoded like a cell that has not grown.
     """
 
     owners: Indexes
@@ -50,7 +50,7 @@ class Extents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """The columns that link extents by slot. The columns come from the current table or from a snapshot."""
+    """The columns that link each extent to the previous one, taken from the current table or from a snapshot."""
 
     cell: Indexes
     previous: Indexes
@@ -112,10 +112,10 @@ class ExtentTable(SlotTable):
 
         Args:
             name: field name.
-            cells: current cell numbers, of shape `(n,)`.
-            lengths: current lengths of the cells, of shape `(n,)`.
-            added: extents to add, as cells in a put, of shape `(n,)`.
-            ends: lengths of the cells after the append, of shape `(n,)`.
+            cells: current cell numbers, as an array of shape `(n,)`.
+            lengths: current length of each cell.
+            added: extent to add to each cell, encoded as a cell in a put.
+            ends: length of each cell after the append.
         """
         previous = cells - GROWN
         is_first = previous < 0

@@ -1,4 +1,4 @@
-"""Groups and rollouts, and indexes that find rows and groups by name.
+"""Groups, rollouts, and indexes for finding rows and groups by name.
 
 A group contains the responses to one prompt. A rollout contains the turns of an agent. `NameIndex` maps names to
 numbers like a dict, but every operation is fast even if the index contains a large number of names.
@@ -65,7 +65,7 @@ class NameIndex(Collection[str]):
         return numbers
 
     def add(self, names: Sequence[str], numbers: Indexes) -> None:
-        """Add new names with the given numbers, of shape `(n,)`."""
+        """Add new names, and map each to the corresponding number in an array of shape `(n,)`."""
         if len(self._dicts) == 1 and len(self._dicts[0]) + len(names) > _MOST_IN_ONE_DICT:
             (known,) = self._dicts
             self._dicts = [{} for _ in range(_PART_COUNT)]
@@ -91,7 +91,7 @@ class NameIndex(Collection[str]):
             yield
 
     def _parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Split names by dict. Yield each dict together with its names and their positions in `names`."""
+        """Yield each dict that applies to some names, together with these names and their positions in `names`."""
         if len(self._dicts) == 1:
             yield self._dicts[0], names, slice(None)
         elif len(names) <= _FEW:
@@ -161,7 +161,7 @@ class CheckedNames:
     def of(cls, given: Sequence[str], known: NameIndex, members: Column) -> CheckedNames:
         """Look up the group or rollout names of new samples. A sample without a name is represented by "".
 
-        The column `members` contains the number of members in each slot.
+        The column `members` contains the number of members of the group or rollout in each slot.
         """
         names = list(filter(None, dict.fromkeys(given)))
         code_of = dict(zip(names, itertools.count()))
@@ -190,7 +190,7 @@ class CheckedGroups:
 
     Attributes:
         groups: names of the groups.
-        rollouts: names of the rollouts, or None.
+        rollouts: names of the rollouts, or None if no sample has a rollout.
         group_codes: for each new sample, the position of its group in `groups.names`. The code is NO_GROUP if the
             sample has no group or its rollout already has samples.
     """
@@ -201,7 +201,7 @@ class CheckedGroups:
 
     @property
     def begins(self) -> NDArray[np.bool_]:
-        """Mask of the new samples whose group and rollout are still empty, of shape `(n,)`.
+        """Mask of shape `(n,)` that selects the new samples whose group and rollout are still empty.
 
         Samples without a group or rollout are selected as well.
         """
@@ -275,7 +275,7 @@ class GroupTable:
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether any rollout has ever been named."""
+        """Whether any rollout has ever existed in the partition."""
         return not self.parent.is_blank
 
     @property
@@ -469,7 +469,7 @@ class GroupTable:
         return slots
 
     def _add_members(self, slots: Indexes, indexes: Indexes) -> None:
-        """Count rows as members of groups or rollouts. `slots` contains the slot of each row."""
+        """Count rows as members of groups or rollouts. `slots` contains the group or rollout slot of each row."""
         fresh = self.first[slots] < 0
         self.first.write(
             slots[fresh][::-1], indexes[fresh][::-1]
@@ -483,7 +483,8 @@ class GroupTable:
         Args:
             slots: slots of the groups or rollouts.
             default_size: size of groups without a declared size. None means that the size is unknown.
-            no_more: whether no more rows will be inserted. If true, rollouts and groups of unknown size are complete.
+            no_more: whether no more rows will be inserted. If true, rollouts and groups of unknown size count as
+                complete.
         """
         size = self.declared[slots]
         if default_size is not None:
@@ -496,7 +497,7 @@ class GroupTable:
         return complete
 
     def members_of(self, slots: Indexes, table: RowTable, unit: BatchUnit = "group") -> Indexes:
-        """Return the positions of all members of groups or rollouts.
+        """Return the positions of all members of the given groups or rollouts.
 
         The method scans all rows from the first member to the last.
         """
@@ -535,7 +536,7 @@ class GroupTable:
         self.close(slots[slots >= 0])
 
     def _count_not_open(self, slots: Indexes) -> None:
-        """Reduce the open rollout count of each group by the number of its open rollouts among `slots`."""
+        """Subtract the open rollouts among `slots` from the open rollout counts of their groups."""
         if self.has_rollouts:
             parents = self.parent[slots]
             self.open_rollouts.add(parents[(parents >= 0) & (parents != slots) & ~self.closed[slots]], -1)
@@ -558,7 +559,7 @@ class GroupTable:
         return empty
 
     def remove(self, empty: Indexes) -> None:
-        """Free the distinct slots of groups and rollouts without members."""
+        """Free the slots of groups and rollouts without members. The slots must be distinct."""
         is_rollout = self.parent[empty] >= 0
         self._count_not_open(empty)
         self.slot_of.remove(self._names[empty[~is_rollout]].tolist())
@@ -586,7 +587,7 @@ class GroupTable:
 
 
 class UnitCount:
-    """A counter of the groups or rollouts that contain at least one row from a set of rows.
+    """Counts the groups or rollouts that contain at least one row from a set of rows.
 
     Args:
         groups: groups of the partition.

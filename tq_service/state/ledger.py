@@ -7,8 +7,8 @@ The `claim` column stores the status of each row:
 - n (3 or more): the claim with serial n consumed the row. Either the row was delivered without a lease, or its delivery
   was acknowledged.
 - -n: the claim with serial n has leased the row, and the delivery has not been acknowledged.
-- -1: the row is dead-lettered, because it was delivered too many times without being acknowledged.
-- -2: the row is dropped, because a plan permanently excluded it from a batch.
+- -1: the row is dead-lettered because it was delivered too many times without being acknowledged.
+- -2: the row is dropped because a plan permanently excluded it from a batch.
 
 For tasks that accept only complete groups, the `skipped` column marks claimable rows (0) whose group has permanently
 lost a member. Skipped rows are not pending. Samplers still see skipped rows, so a task that accepts incomplete groups
@@ -134,11 +134,11 @@ _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
 class PastName:
     """The record of a claim name that does not refer to an existing claim.
 
-    Either the call with this claim name returned the end of the data, or the claim with this name was lost.
+    Either the call with this claim name reported the end of the data, or the claim with this name was lost.
 
     Attributes:
         end: the sample counts that the call returned at the end of the data, or None if the call returned a claim.
-        loss: the reason why the claim was lost, or None if the call returned the end of the data.
+        loss: the reason why the claim was lost, or None if the call reported the end of the data.
     """
 
     end: EndCounts | None = None
@@ -155,16 +155,17 @@ class RecordedPlan:
     A ledger may store hundreds of thousands of plans, so a record omits values that can be derived.
 
     Attributes:
-        rows: global indexes of the samples of all ranks, in rank order, of shape `(sum(sizes),)`.
+        rows: global indexes of all ranks' samples, in rank order, as an array of shape `(sum(sizes),)`.
         sizes: number of rows per rank.
         steps: steps of each rank (see `RankPlan`), or empty if the sampler returned none.
-        micro_batch_size: number of samples per micro-batch in a plan without steps, or None.
+        micro_batch_size: number of samples per micro-batch in a plan without steps, or None for one micro-batch per
+            rank.
         consumed: global indexes of the consumed samples (see `Plan`). None means that the plan consumes all its
             samples.
         dropped: for each rank, global indexes of the dropped samples (see `RankPlan`), or empty if no samples are
             dropped.
         totals: totals of each step, summed over all ranks, or empty for a queue worker.
-        summed: names of the columns that `totals` sums.
+        summed: names of the columns that are summed in `totals`.
     """
 
     rows: Indexes
@@ -178,7 +179,7 @@ class RecordedPlan:
 
     @classmethod
     def of(cls, plan: Plan, micro_batch_size: int | None = None) -> RecordedPlan:
-        """Create the record of a plan, without `totals`."""
+        """Create a plan's record, leaving `totals` empty."""
         steps = tuple(part.steps for part in plan.ranks)
         dropped = tuple(part.dropped for part in plan.ranks)
         return cls(
@@ -211,11 +212,11 @@ class RecordedPlan:
         return sum(map(len, self.dropped))
 
     def drops(self, rows: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the samples in `rows` that the plan drops, of shape `(n,)`."""
+        """Return an `(n,)` mask of the samples in `rows` that the plan drops."""
         return np.isin(rows, np.concatenate(self.dropped)) if self.dropped else np.zeros(rows.size, np.bool_)
 
     def consumes(self, rows: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the samples in `rows` that the plan consumes, of shape `(n,)`."""
+        """Return an `(n,)` mask of the samples in `rows` that the plan consumes."""
         return np.ones(rows.size, np.bool_) if self.consumed is None else np.isin(rows, self.consumed)
 
     def part(self, dp_rank: int = 0) -> RankPlan:
@@ -263,13 +264,14 @@ class Claim:
         request_id: id of the queue worker's request, or empty for a batch.
         batch_index: index of the batch, or -1 for a queue worker.
         name: claim name that the queue worker passed, or empty for an unnamed claim.
-        batch_spec: arguments that every rank, or every call with this claim name, must pass, or None for an unnamed
-            claim.
+        batch_spec: arguments that must be equal in the requests of all ranks, or in all calls with this claim name.
+            None for an unnamed claim.
         lease: terms of the lease, which are kept after the lease ends. None means that the delivery requires no
             acknowledgement.
-        delivery_counts: for each sample, the number of its leased deliveries, including this delivery, or None if the
-            claim has no lease.
-        returned: global indexes of the samples that were acknowledged without being consumed, or None.
+        delivery_counts: number of leased deliveries of each sample, including this one, or None if the claim has no
+            lease.
+        returned: global indexes of the samples that were acknowledged without being consumed, or None if there are
+            none.
         remaining: number of samples in the claim that are neither cleared nor released. If the claim has no lease and
             its plan may deliver samples without consuming them, `remaining` is the number of consumed samples.
         leased_count: number of samples that are still leased. Acknowledged, failed, cleared and released samples are no
@@ -278,7 +280,7 @@ class Claim:
             replay.
         delivered_at: time on the event loop's clock when the lease first began in this service instance. The lease
             timer sets `delivered_at`.
-        answer_count: number of calls for which this service instance returned the claim. If the client disconnects
+        answer_count: number of calls that this service instance answered with the claim. If the client disconnects
             before it receives the response, the service releases the claim, unless a retry has received the same
             response.
     """
@@ -307,7 +309,7 @@ class Claim:
     def goes_with_rows(self) -> bool:
         """Whether the claim's rows are marked with its serial.
 
-        If so, the ledger drops the claim when the claim's last row is removed.
+        If true, the ledger drops the claim when the claim's last row is removed.
         """
         return self.lease is not None or not self.plan.is_reusing
 
@@ -343,13 +345,13 @@ class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
             self.popitem(last=False)
 
     def has_expired(self, request_id: bytes) -> bool:
-        """Return whether the lease on any sample of the claim expired."""
+        """Return whether the lease on any sample of the claim has expired."""
         return request_id in self and self[request_id][1]
 
 
 @dataclass(slots=True, kw_only=True)
 class TaskTotals:
-    """Counters of a task's samples across all epochs since this process started.
+    """A task's counters, accumulated over all epochs since this process started.
 
     The counters never decrease, and snapshots do not include them.
 
@@ -397,8 +399,8 @@ class TaskFacts:
             trained.
         saved: batch_index of the last batch covered by a trainer checkpoint, or -1 if no batch is covered. The
             checkpoint also covers all earlier batches.
-        delivered_units: for each of the latest batches that still occupy capacity, the number of units. The tuple is
-            empty if the admission frees capacity on delivery.
+        delivered_units: number of units in each of the latest batches that still occupy capacity. The tuple is empty if
+            the admission frees capacity on delivery.
         done_units: number of units that occupy capacity until the next publication: acknowledged units, and units
             delivered to queue workers without a lease.
         unmatched_count: number of units evicted in all epochs because a claim's `where` condition excluded them.
@@ -462,17 +464,17 @@ class TaskLedger(TaskFacts):
     """The progress of one task: its claims, leases, current epoch and end of data.
 
     The ledger drops a claim's record when the claim's last row is removed, so memory use is bounded by the number of
-    stored samples. Two kinds of records are kept longer. If a rank received no samples in a short batch, the record of
-    the batch is kept, because the rank may still request the batch. A claim's record is also kept if other claims may
+    stored samples. Two kinds of records are kept longer. If a rank received no samples in a short batch, the batch's
+    record is kept because the rank may still request the batch. A claim's record is also kept if other claims may
     receive its rows again. The number of records of each kind is limited.
 
     Other modules may read the attributes of the ledger and of `TaskFacts`, but must not change them.
 
     Attributes:
         claim: status of each row (see the module docstring).
-        deliveries: for each row, the number of leased deliveries in this epoch since the last acknowledgement.
-        uses: for each row, the number of deliveries that did not consume the row. A leased delivery is counted when it
-            is acknowledged.
+        deliveries: number of leased deliveries of each row in this epoch since its last acknowledgement.
+        uses: number of times each row was delivered without being consumed. A leased delivery is counted when it is
+            acknowledged.
         skipped: whether each row is skipped (see the module docstring).
         refills: for each row, the number of times in this epoch that the row was made claimable again to replace an
             evicted unit. The value is negative if the row becomes claimable only when its current worker acknowledges
@@ -480,8 +482,8 @@ class TaskLedger(TaskFacts):
         batches: recorded batches by batch_index, in ascending order. The mapping includes a limited number of batches
             without rows.
         claims: claims of queue workers, by request_id.
-        leases: claims of queue workers with samples that are still leased, by request_id, in delivery order.
-        names: for each claim name, the request_id of the claim.
+        leases: claims of queue workers that still have leased samples, by request_id and in delivery order.
+        names: request_id of each named claim, by claim name.
         past_names: claim names that do not refer to a claim, oldest first.
         ended: request ids of released and expired claims.
         evicted: units most recently evicted by the task's claims, in any epoch, oldest first.
@@ -705,7 +707,7 @@ class TaskLedger(TaskFacts):
 
         Args:
             plan: plan to record.
-            positions: positions of the rows in `plan.named`.
+            positions: table position of each row in `plan.named`.
             request_id: id of the queue worker's request, or empty for a batch.
             batch_spec: arguments of the request for a batch or a named claim.
             lease: terms of the lease. None means that the delivery requires no acknowledgement.
@@ -805,13 +807,13 @@ class TaskLedger(TaskFacts):
     def _count_uses(self, rows: Indexes, by: int) -> None:
         """Add `by` to the use count of each row. Rows that no longer exist are ignored.
 
-        Each occurrence of a row in `rows` is counted.
+        A row that occurs several times in `rows` is counted each time.
         """
         positions = self._table.find(rows)
         self.uses.add(positions[positions >= 0], by)
 
     def reach_named_end(self, name: str, end: EndCounts) -> None:
-        """Record that the call with this claim name returned the end of the data."""
+        """Record that the call with this claim name reported the end of the data."""
         self._remember(name, PastName(end=end))
 
     def _lose_name(self, claim: Claim, loss: Loss) -> None:
@@ -853,7 +855,7 @@ class TaskLedger(TaskFacts):
             self._forget(oldest, "forgotten")
 
     def advance(self, trained: int, saved: int) -> None:
-        """Record the trainer's progress, which never decreases. Saved batches also count as trained."""
+        """Record the trainer's progress, which never moves backward. Saved batches also count as trained."""
         self.trained, self.saved = max(self.trained, trained, saved), max(self.saved, saved)
         if self.outstanding is not None and self.outstanding.admission.given_back == "trained":
             self._give_back_trained()
@@ -896,7 +898,7 @@ class TaskLedger(TaskFacts):
     def ack(self, claim: Claim, positions: Indexes) -> Indexes:
         """Acknowledge leased rows. Return the rows that can be claimed again.
 
-        An acknowledged row is either consumed or dropped, or only its use is counted.
+        Acknowledging a row consumes it, drops it, or only counts its use.
         """
         with self._followed(positions):
             consumed, returned = self._ack(claim, positions)
@@ -1056,7 +1058,7 @@ class TaskLedger(TaskFacts):
         Return the outcome for each row, and the positions of the rows that are now claimable.
 
         Args:
-            positions: positions of the rows. -1 denotes a row that does not exist.
+            positions: table position of each row, or -1 for a row that does not exist.
             most: maximum number of refills per row and epoch.
         """
         outcomes: list[RefillOutcome] = []
@@ -1276,7 +1278,7 @@ class TaskLedger(TaskFacts):
     def on_rows_closed(self, positions: Indexes) -> None:
         """Update the counts when live or held rows fail or are cleared.
 
-        If any of these rows are leased, they count as permanently consumed, because no other worker will process them.
+        Leased rows count as permanently consumed because no other worker will process them.
         """
         claims = self.claim[positions]
         if self.outstanding is not None:

@@ -36,10 +36,10 @@ class Held(Protocol):
 
 
 class Outstanding:
-    """A counter of the outstanding units of one task.
+    """Counts the outstanding units of one task.
 
     Args:
-        admission: admission of the task.
+        admission: limits on the task's outstanding units.
         groups: groups of the task's partition.
     """
 

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSettings:
-    """The settings of a partition, which cannot change after the partition has been created.
+    """The settings of a partition. They cannot change after the partition has been created.
 
     Attributes:
         default_layout: layout of tensor fields whose layout is not declared in `fields`.
@@ -158,7 +158,7 @@ class PartitionSettings:
 
     @property
     def bounded_admission(self) -> Admission | None:
-        """The admission that sets `max_staleness`, or None."""
+        """The admission that sets `max_staleness`, or None if no admission does."""
         return next((each for each in self.admissions if each.max_staleness is not None), None)
 
     @property
@@ -172,7 +172,7 @@ class PartitionFacts:
     """Scalar values and specs of a partition, without its tables and tasks.
 
     Attributes:
-        insert_size_gcd: greatest common divisor of the number of new samples in each put.
+        insert_size_gcd: greatest common divisor of the new-sample counts of all puts.
         next_index: global index of the next new sample.
         sample_count: number of stored samples, for readers that do not load the tables.
         has_groups: whether any group or rollout has ever been named.
@@ -200,7 +200,7 @@ class PartitionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSnapshot:
-    """A snapshot of a partition, which another thread can write to a file for a later restore.
+    """A snapshot of a partition, which can be written to a file by another thread and restored later.
 
     A snapshot omits derived state, such as scan positions, key indexes, free slots, and the number of remaining rows of
     each claim.
@@ -280,7 +280,7 @@ class Partition:
         return self.table.next_index
 
     def check_incarnation(self, incarnation: bytes) -> None:
-        """Raise StaleIncarnationError unless `incarnation` is empty or the partition's current incarnation."""
+        """Raise StaleIncarnationError unless `incarnation` is empty or matches the partition's current incarnation."""
         if incarnation and incarnation != self.incarnation:
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
@@ -305,7 +305,7 @@ class Partition:
                 held.add(_in_state(rows, states, HELD), by)
 
     def begin_age(self, rows: slice | Indexes, at_seconds: float) -> None:
-        """Start measuring the age of rows at `at_seconds`, if the partition releases samples by age."""
+        """If the partition releases samples by age, start measuring the age of rows at `at_seconds`."""
         if self.settings.release is not None and self.settings.release.ttl_seconds is not None:
             self.since.write(rows, at_seconds)
 
@@ -571,7 +571,7 @@ class Partition:
         self.on_rows(indexes)
 
     def forget_listeners(self) -> None:
-        """Remove all callbacks. Their references would keep the partition in memory until a full garbage collection."""
+        """Remove all callbacks, which would otherwise keep the partition in memory until a full garbage collection."""
         for listeners in (self.on_change, self.on_consumed, self.on_rows, self.on_reset):
             listeners.clear()
 

@@ -48,7 +48,7 @@ _MOST_SUMS: Final = 4  # maximum number of summed columns in the totals of a bat
 
 Indexes = NDArray[np.int64]
 TotalsOfStep: TypeAlias = tuple[int, int, int, int | None, tuple[float, ...]]
-"""Totals of a step: numbers of samples, rollouts, groups and tokens, and column sums (see `StepTotals`)."""
+"""Totals of a step: the number of samples, rollouts, groups and tokens, and the column sums (see `StepTotals`)."""
 
 _NO_ROWS = np.zeros(0, np.int64)
 
@@ -84,15 +84,15 @@ class PlanRequest:
     """A request for one plan, as passed to a sampler.
 
     Attributes:
-        batch_size: number of units (samples, rollouts or groups, see `batch_unit`) per rank.
+        batch_size: number of units (samples, rollouts or groups; see `batch_unit`) per rank.
         min_size: minimum number of units, summed over all ranks. If fewer units are ready, the sampler returns None.
             When no more units can become ready, the planner lowers this value to 1, so samplers do not need to handle
             the end of the data.
         batch_unit: unit in which `batch_size` and `min_size` are counted.
         rank_count: number of ranks, or 1 for a queue worker.
         ranked: whether the request comes from trainer ranks rather than from a queue worker.
-        micro_batch_size: number of samples per micro-batch, or None. If the sampler returns no steps, the planner
-            splits the batch into micro-batches of this size.
+        micro_batch_size: number of samples per micro-batch, or None for one micro-batch per rank. If the sampler
+            returns no steps, the planner splits the batch into micro-batches of this size.
         data_fields: names of the requested fields.
     """
 
@@ -152,7 +152,7 @@ class RankPlan:
         dropped: global indexes of ready rows that the batch permanently excludes, such as overlong rows. Dropped rows
             must not occur in `rows`. The task never receives these rows, and `EndCounts.overlong_count` includes them.
         totals: totals of each step, summed over all ranks. The service sets `totals`.
-        summed: names of the custom_meta columns that `totals` sums.
+        summed: names of the custom_meta columns that are summed in `totals`.
     """
 
     rows: Indexes
@@ -168,9 +168,9 @@ class Plan:
 
     Attributes:
         ranks: each rank's part of the plan.
-        consumed: rows that the batch consumes, without duplicates. If None, the batch must deliver each row exactly
-            once, and consumes all delivered rows. If `consumed` is set, a row may be delivered more than once. Rows
-            that are delivered but not consumed stay ready for later batches (sampling with replacement). Rows that are
+        consumed: rows that the batch consumes, without duplicates. If None, each row must be delivered exactly once,
+            and all delivered rows are consumed. If `consumed` is set, a row may be delivered more than once. Rows that
+            are delivered but not consumed stay ready for later batches (sampling with replacement). Rows that are
             consumed but not delivered are discarded.
     """
 
@@ -233,7 +233,7 @@ class View(Protocol):
                 each block of `block_size` consecutive indexes is a group. If `block_size` is None, each sample is a
                 group.
             take_incomplete: whether to return the remaining members of a group after other members have failed or been
-                cleared. If false, such groups are skipped.
+                cleared. If false, incomplete groups are skipped.
             blocks: "aligned" if blocks must begin at multiples of `block_size`, or "anywhere" otherwise. With
                 "anywhere", any `block_size` ready rows with consecutive indexes form a group, starting with the
                 earliest rows.
@@ -252,11 +252,11 @@ class View(Protocol):
         ...
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return each row's token count from the sampler's `length` source, of shape `(n,)`, with -1 if unknown."""
+        """Return an `(n,)` array of token counts from the sampler's `length` source, with -1 for an unknown count."""
         ...
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return the length of each row in a field, of shape `(n,)`, or -1 for missing cells, scalars and objects.
+        """Return an `(n,)` array with each row's length in a field, or -1 for missing cells, scalars and objects.
 
         The length of a row is its size in the first dimension that varies between rows, or in dimension 0 if all rows
         have equal shapes.
@@ -264,7 +264,7 @@ class View(Protocol):
         ...
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[np.generic], NDArray[np.bool_]]:
-        """Return the values of a custom_meta column, of shape `(n,)`, and a mask of the rows that have a value.
+        """Return an `(n,)` array of a custom_meta column's values, and a mask of the rows that have a value.
 
         If the column does not exist, the mask is False for all rows.
         """
@@ -279,7 +279,7 @@ class View(Protocol):
         ...
 
     def use_counts(self, rows: Indexes) -> Indexes:
-        """Return the number of times each row was delivered without being consumed, of shape `(n,)`.
+        """Return an `(n,)` array with the number of times each row was delivered without being consumed.
 
         See `claim(max_uses=)`.
         """
@@ -297,8 +297,8 @@ class View(Protocol):
 class MustBeAwaited(BaseException):
     """Raised if a plan must be awaited because its sampler is asynchronous or runs in a thread.
 
-    A view also raises this exception, through its sampler, if a scan would block the event loop for too long. The
-    exception is not a subclass of `Exception`, so samplers do not catch it by mistake.
+    If a scan would block the event loop for too long, the view raises this exception, which propagates through the
+    sampler. The exception is not a subclass of `Exception`, so samplers do not catch it by mistake.
     """
 
 
@@ -354,8 +354,8 @@ class Condition:
     """A condition on a custom_meta column. Samples without a value in the column do not satisfy the condition.
 
     Attributes:
-        published: policy whose published version is compared with the column, instead of `values`. The version is read
-            each time samples are examined.
+        published: policy whose published version replaces `values` in the comparison. The version is read each time
+            samples are examined.
 
     Raises:
         InvalidArgumentError: an argument is missing, the values have different types, or the operator does not accept
@@ -447,10 +447,10 @@ _INT64: Final = np.iinfo(np.int64)
 
 
 def _neighbours(value: float, kind: str) -> tuple[float, float]:
-    """Return the nearest numbers at or below and at or above `value` that the kind can represent.
+    """Return the numbers of the given kind that are nearest to `value`: one at or below it and one at or above it.
 
     The two numbers are equal if the kind can represent `value` itself. Using these two numbers makes comparisons
-    between integers and floats exact. numpy alone would convert integers to floats, which cannot represent 2**53 + 1. A
+    between integers and floats exact. NumPy alone would convert integers to floats, which cannot represent 2**53 + 1. A
     number outside the int64 range is replaced by infinity, which is compared as a float. For NaN, both results are NaN.
     """
     if kind == "f":
@@ -521,9 +521,9 @@ class BatchSpec:
         max_uses: number of deliveries after which a sample is consumed.
         unmatched: whether samples that `where` excludes stay claimable or are evicted.
         least_members: minimum number of remaining members in a group. Smaller groups are evicted. 0 means no minimum.
-        refill: task that regenerates evicted units, or None.
+        refill: task that regenerates evicted units, or None if they are not regenerated.
         held: whether to deliver held samples instead of live samples.
-        totals: custom_meta columns to sum in the totals that each rank receives.
+        totals: custom_meta columns whose sums are included in the totals that each rank receives.
 
     Raises:
         InvalidArgumentError: the micro-batch size or `max_uses` is out of range, or `order_by` or `totals` contains an
@@ -733,7 +733,7 @@ class ClaimSpec:
             that is the same for all ranks.
         min_batch_size: minimum batch size of a queue worker. 0 means `batch_size`.
         dp_size: number of ranks, or None for queue workers.
-        admit: slots that a rollout worker receives along with its prompts, or None.
+        admit: slots that a rollout worker receives along with its prompts, or None for a claim without slots.
 
     Raises:
         InvalidArgumentError: a size is out of range, or a field name is empty or repeated.
@@ -767,7 +767,7 @@ class ClaimSpec:
 
     @cached_property
     def plan_request(self) -> PlanRequest:
-        """Request to the sampler. `min_size` is the full batch size for ranks and the minimum for a queue worker."""
+        """Request to the sampler. `min_size` is the full batch size (ranks) or `min_batch_size` (queue workers)."""
         batch_spec, rank_count = self.batch_spec, self.dp_size or 1
         return PlanRequest(
             batch_size=batch_spec.batch_size,
@@ -813,12 +813,13 @@ class ClaimRequest:
     """The arguments of a GetMeta call.
 
     Attributes:
-        rank: rank that makes the request, with `dp_size` equal to `spec.dp_size`, or None for a queue worker.
+        rank: rank that makes the request, or None for a queue worker. The rank's `dp_size` equals `spec.dp_size`.
         epoch: epoch that the caller expects, or None to accept any epoch.
         lease: lease terms of a queue worker. None means that the delivery requires no acknowledgement.
         claim_name: name of a queue worker's claim. Later calls with this name return the existing claim. The name is
             empty for an unnamed claim.
-        not_before: policy version that must be published before the batch is planned, or None.
+        not_before: policy version that must be published before the batch is planned, or None if the batch does not
+            wait for a version.
         batch_count: maximum number of batches to return to a rank, starting with `rank.batch_index`.
         make_slots: function that creates the slots in `spec.admit` for the prompts of a plan, atomically with the claim
             on the prompts. If the function raises an exception, the prompts are not claimed.

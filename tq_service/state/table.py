@@ -28,7 +28,7 @@ A `SlotTable` allocates slots for transient objects and reuses free slots.
 
 Long columns grow in place without copying. Numbers are stored in reserved memory, whose pages Linux allocates when they
 are first written. A reservation can therefore be far larger than needed, because it uses only address space. Views of a
-column remain valid when the column grows. numpy cannot reserve memory for objects, so a long column of objects is
+column remain valid when the column grows. NumPy cannot reserve memory for objects, so a long column of objects is
 stored in chunks (`ObjectChunks`) and grows by adding chunks.
 """
 
@@ -270,7 +270,7 @@ NewColumn: TypeAlias = tuple[str, DTypeLike, Any]
 
 
 class ColumnSnapshot:
-    """The first `size` values of a column at the time of the snapshot, readable once, in order, in any thread.
+    """The first `size` values of a column at snapshot time. The values can be read once, in order, in any thread.
 
     The thread that owns the column saves each block before changing it. The reader first copies the block from the
     column and only then looks for a saved block. If there is no saved block, the block had not yet begun to change when
@@ -361,7 +361,7 @@ class Column:
             self.write(where, self.fill)
 
     def add(self, where: Indexes, by: int) -> None:
-        """Add `by` to the values at the given positions, once for each time that a position occurs."""
+        """Add `by` to the values at the given positions. A position that occurs several times is counted each time."""
         if self._snapshots:
             self._keep(where)
         np.add.at(self._array, where, by)
@@ -439,7 +439,7 @@ class Column:
 
 
 def grown(capacity: int, least: int) -> int:
-    """Return the next capacity for at least `least` values.
+    """Return the capacity to grow to so that at least `least` values fit.
 
     Large columns grow in place, so their capacity increases in small steps.
     """
@@ -487,7 +487,7 @@ class Table:
         return column
 
     def unsaved_column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
-        """Declare a column that snapshots omit, because its values are specific to this process."""
+        """Declare a column that snapshots omit because its values are specific to this process."""
         self._unsaved.add(name)
         return self.column(name, dtype, fill)
 
@@ -617,7 +617,7 @@ class RowTable(Table):
         self.index.write(slice(start, self._capacity), np.arange(first + start, first + self._capacity))
 
     def remove(self, positions: Indexes) -> None:
-        """Remove the rows at distinct positions. Remaining rows may move to close gaps."""
+        """Remove the rows at the given positions, which must be distinct. Remaining rows may move to close gaps."""
         where = as_slice(positions)
         for column in self.columns.values():
             if column is not self.index:
@@ -671,12 +671,12 @@ class RowTable(Table):
 
     @property
     def has_many_gaps(self) -> bool:
-        """Whether the number of gaps requires new readers to wait before they pin the table."""
+        """Whether there are so many gaps that new readers must wait before they pin the table."""
         return self.gap_count > _MANY_GAPS + 2 * self.present_count
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Keep the positions of all rows stable within the `with` block, for a reader on another thread."""
+        """While the `with` block runs, keep all rows at their positions for a reader on another thread."""
         self.pin_count += 1
         try:
             yield
@@ -712,7 +712,7 @@ class RowTable(Table):
 
     @property
     def _is_gapless(self) -> bool:
-        """Whether no gaps have been closed between the first and last rows. If so, an index determines the position."""
+        """Whether every gap between the first and last rows still exists, so that an index determines a position."""
         return self._closing is None and self.next_index - int(self.index.data[0]) == self.count
 
     @property
@@ -790,7 +790,7 @@ class SlotTable(Table):
         return [*slots, *new] if slots else new
 
     def free_slots(self, slots: Indexes) -> None:
-        """Free the given distinct slots and reset their values in all columns."""
+        """Free the given slots, which must be distinct, and reset their values in all columns."""
         for column in self.columns.values():
             column.clear(slots)
         self._free += slots.tolist()
@@ -832,7 +832,7 @@ def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def as_slice(positions: slice | Indexes) -> slice | Indexes:
-    """Convert a long run of positions to a slice, which numpy copies faster than it gathers single values.
+    """Convert a long run of positions to a slice, because NumPy copies a slice faster than it gathers single values.
 
     All other positions are returned unchanged.
     """

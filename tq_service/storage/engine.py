@@ -81,7 +81,7 @@ class EngineStat:
     Attributes:
         max_bytes: quota in bytes, or None if unlimited.
         used_bytes: number of bytes stored and reserved, including the extents of jagged and object rows.
-        pooled_bytes: number of bytes of memory kept for reuse, in addition to `used_bytes`.
+        pooled_bytes: number of bytes of memory kept for reuse. `used_bytes` does not include them.
         put_count: number of complete puts.
         uncommitted_put_count: number of complete puts that have not been confirmed.
         damaged_put_count: number of puts whose bytes are known to be lost.
@@ -107,8 +107,8 @@ class KeptPut:
 
     Attributes:
         record: layout of the tables and values. The record's checksum is 0 unless the tables and values are in a file.
-        file: unchanging file that begins with the tables and values, or None if `parts` contains the tables and values.
-        parts: the tables and values, if they are in memory.
+        file: unchanging file that begins with the tables and values, or None if they are in `parts`.
+        parts: the tables and values if they are in memory. Empty otherwise.
         blob: the pinned blob that contains the values.
     """
 
@@ -146,8 +146,8 @@ class StorageEngine:
             the process.
         quota_of: engine with which this engine shares the quota and memory limit. By default, limits are not shared.
         memory_bytes: memory limit in bytes, excluding puts that are being received or read. Above the limit, the least
-            recently used puts are removed from memory, provided that they have no freed cells and the mirror stores
-            copies. Reads fetch removed puts again. The quota still covers all puts. By default, all puts stay in
+            recently used puts are removed from memory, provided that they have no freed cells and the mirror has copies
+            of them. Reads fetch removed puts again. The quota still covers all puts. By default, all puts stay in
             memory.
 
     Attributes:
@@ -155,7 +155,7 @@ class StorageEngine:
         regions, memfds: stores for puts in memory shared with clients on this host.
         boot_id: instance id, which consists of 16 random bytes. Puts stored under a different instance id no longer
             exist.
-        run_id: 16 random bytes, generated for each engine.
+        run_id: random 16-byte id of this engine.
         storage_id: name of this storage service.
         put_ttl_seconds: how long a complete put waits for its confirmation.
     """
@@ -233,12 +233,12 @@ class StorageEngine:
                 aborted.
             columns: the put's columns, as validated by `decode_headers`.
             partition_id: partition of the put. The commit must name the same partition.
-            for_existing_rows: whether the put may use the reserved share. If so, the put's commit must not create new
+            for_existing_rows: whether the put may use the reserved share. If true, the put's commit must not create
                 rows.
             deadline: when to stop waiting, on the engine's clock. None means no deadline.
             owner: controller that will commit the put.
             token: name of the producer's token, used to alternate between producers.
-            store: store for the put's bytes, `regions` or `memfds`. Defaults to the backing's store.
+            store: store for the put's bytes: `regions` or `memfds`. The default is the backing's store.
 
         Raises:
             InvalidArgumentError: a msgpack row is empty, or the put already exists for another partition or owner.
@@ -320,7 +320,7 @@ class StorageEngine:
         """Wait until a put's bytes would survive a crash of this process. Call this before finishing the put.
 
         Args:
-            pending: a put whose bytes are fully written.
+            pending: put whose bytes have all been written.
             deadline: when to stop waiting for a mirror, on the engine's clock. None means no deadline.
 
         Raises:
@@ -426,9 +426,9 @@ class StorageEngine:
     def begin_reconciliation(self, owner: bytes = b"") -> Reconciliation:
         """Start comparing an owner's puts with the owner's list of known puts.
 
-        Any unfinished reconciliation of the same owner is abandoned. Then call `reconcile` for each part of the owner's
-        list, and finally `finish_reconciliation`. Other calls may run in between. The owner lists its puts after this
-        call, so puts confirmed during the reconciliation are kept even if they are not listed.
+        Any unfinished reconciliation of the same owner is abandoned. After this call, call `reconcile` for each part of
+        the owner's list and finally `finish_reconciliation`. Other calls may run in between. The owner lists its puts
+        after this call, so puts confirmed during the reconciliation are kept even if they are not listed.
         """
         state = self._reconciliations[owner] = Reconciliation(owner)
         return state
@@ -590,7 +590,7 @@ class StorageEngine:
         return self._admission.has_waiting
 
     def drain(self) -> None:
-        """End all waits for capacity with an error, because the service is about to stop."""
+        """End all waits for capacity with an error because the service is about to stop."""
         self._admission.drain()
 
     async def close(self) -> None:
@@ -750,7 +750,7 @@ class StorageEngine:
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
-        """Damaged puts, each with a reason. Puts not yet verified since startup may also be damaged."""
+        """Ids of damaged puts, each mapped to a reason. Puts not yet verified since startup may also be damaged."""
         return self._backing.damaged
 
     # Helpers
@@ -808,7 +808,7 @@ class StorageEngine:
             self._start_compaction()
 
     def _relieve(self) -> None:
-        """Compact all puts that have enough dead cells, because puts are waiting for capacity."""
+        """Because puts are waiting for capacity, compact all puts that have enough dead cells."""
         if not self._due:
             self._due.update(self._holed)
         self._start_compaction()

@@ -80,7 +80,7 @@ def is_on_device(tensor: Any) -> bool:
 
 
 def subclass_problem(tensor: Any) -> str:
-    """Return the reason why a tensor's values cannot be read, or an empty string if they can be read.
+    """Return the reason why a tensor's values cannot be read, or an empty string if they can.
 
     A subclass that implements `__torch_dispatch__` wraps another tensor, which contains the bytes.
     """
@@ -191,7 +191,7 @@ def _torch_dtype(name: str) -> Any:
 Extents = NDArray[np.int64]
 
 MAX_ROWS: Final = 1 << 24
-"""Maximum number of rows per put or get, which limits the memory that a receiver allocates based on a header alone."""
+"""Maximum number of rows per put or get, which limits the memory that a receiver allocates from a header alone."""
 
 _MAX_BYTES: Final = 1 << 60
 _MAX_DIMS: Final = 64
@@ -284,7 +284,7 @@ class ColumnShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SourceColumn(ColumnShape):
-    """A column of a put with its bytes, which may be stored on a device.
+    """A column of a put, together with its bytes, which may be on a device.
 
     Attributes:
         chunks: bytes of the values in row order, as views of the caller's tensors if possible. Call `on_host` to copy
@@ -426,7 +426,7 @@ def extent_count(spec: FieldSpec) -> int:
 
 
 def fixed_row_bytes(spec: FieldSpec) -> int | None:
-    """Return the row size of a dense field in bytes, or None if the sizes of rows may differ."""
+    """Return the row size of a dense field in bytes, or None if row sizes may differ."""
     return _fixed_part(spec) if spec.layout is Layout.DENSE else None
 
 
@@ -592,7 +592,7 @@ def row_shapes(spec: FieldSpec, extents: Extents | None, row_count: int) -> NDAr
 
 
 def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_count: int) -> Extents | None:
-    """Convert the extents of rows from one spec to another spec that also covers these rows.
+    """Convert the extents of rows from one spec to another that also covers these rows.
 
     Args:
         other: the target spec, which may have additional ragged dimensions or no encoding, because it covers several
@@ -627,19 +627,19 @@ SEND_AS_BULK: Final = "bulk"
 """Value of `SEND_AS_KEY` that requests the bytes over bulk connections, with the ticket in `TICKET_KEY`."""
 
 TICKET_KEY: Final = "tq-ticket-bin"
-"""Key in the initial metadata whose value is the `BulkTicket` of a put."""
+"""Key in the initial metadata under which a put's `BulkTicket` is sent."""
 
 BULK_BYTES: Final = 2 << 20
 """Minimum size in bytes of puts and gets that use bulk connections. Frames are just as fast for smaller requests."""
 
 SEND_AS_REGION: Final = "region"
-"""Value of `SEND_AS_KEY` that requests the bytes in a shared-memory region that the service offers over the session."""
+"""Value of `SEND_AS_KEY` that requests the bytes in a shared-memory region offered by the service over the session."""
 
 REGION_KEY: Final = "tq-region-bin"
-"""Key in the initial metadata whose value is the `RegionOffer` of a put."""
+"""Key in the initial metadata under which a put's `RegionOffer` is sent."""
 
 SEND_AS_FD: Final = "fd"
-"""Value of `SEND_AS_KEY` that requests the bytes in a sealed memory file, over the session that the put names."""
+"""Value of `SEND_AS_KEY` that requests the bytes in a sealed memory file, over the session named in the put."""
 
 INLINE_BYTES: Final = 256 << 10
 """Maximum size in bytes of a put or get sent in a single message (PutInline, GetInline) instead of a stream.
@@ -817,7 +817,7 @@ class ColumnReceiver:
 
 
 def _plain_frame(data: bytes) -> memoryview | None:
-    """Return the frame if a message contains only a frame, or None if the protobuf library must decode the message."""
+    """Return the frame if a message contains nothing else, or None if the protobuf library must decode the message."""
     if not data or data[0] != _FRAME_TAG:
         return None
     length = 0
@@ -834,9 +834,9 @@ def keep_frame_buffers() -> None:
     """Raise glibc's mmap threshold for this process, once. This call has no effect with other C libraries.
 
     glibc allocates each block above the threshold with a new mapping, and mapping fresh pages costs more than copying
-    data into these pages. When a mapped block is freed, glibc raises the threshold to the block's size
-    (`M_MMAP_THRESHOLD` in mallopt(3)). Freeing one untouched block of 32 MiB is therefore sufficient. In measurements,
-    get throughput increased from 0.7 to 1.3 GB/s, and asyncio clients that only put data needed only half the CPU time.
+    data into them. When a mapped block is freed, glibc raises the threshold to the block's size (`M_MMAP_THRESHOLD` in
+    mallopt(3)). Freeing one untouched block of 32 MiB is therefore sufficient. In measurements, get throughput
+    increased from 0.7 to 1.3 GB/s, and asyncio clients that did nothing but put data needed half the CPU time.
     """
     block = bytes(_LARGEST_THRESHOLD_BYTES)
     del block

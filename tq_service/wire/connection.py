@@ -3,9 +3,9 @@
 Clients authenticate with a bearer token over TLS. Services also authenticate to each other with tokens and TLS.
 
 A large request is split into several messages within one call. Messages are small, so only a few bytes are in flight to
-a service at a time. If the first request of a call has at least `PART_BYTES` bytes when serialized, the request is
-split into parts of exactly this size. The last part is smaller and may be empty. The service joins the parts before it
-executes the request. A request is therefore executed either completely or not at all.
+a service at a time. If the serialized first request of a call has at least `PART_BYTES` bytes, it is split into parts
+of exactly this size. The last part is smaller and may be empty. The service joins the parts before it executes the
+request. A request is therefore executed either completely or not at all.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _OF_CLUSTER: Final[dict[str, Any]] = {
 CONTROLLER_CONNECTION_SECONDS: Final = 30
 """Number of seconds for which a controller in a cluster accepts new calls on a connection. Calls in flight continue.
 
-Some clients connect to a cluster through a load balancer that routes to the leader. The time limit makes these clients
-reconnect and thereby reach the current leader.
+Some clients connect to a cluster through a load balancer that routes to the leader. Because of the limit, these clients
+reconnect and so reach the current leader.
 """
 
 
@@ -67,7 +67,7 @@ def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any]
     """Return the options for a channel to a controller in a cluster.
 
     With these options, the client detects a paused or disconnected controller before the controller's lease ends. Calls
-    waiting on this controller then move to the next controller.
+    waiting for that controller then move to the next one.
     """
     return tuple((dict(options) | _OF_CLUSTER).items())  # gRPC uses the first of duplicate options
 
@@ -84,13 +84,13 @@ MAX_REQUEST_BYTES: Final = 64 << 20
 """Maximum size of a request in bytes, including all parts."""
 
 MOST_BATCHED_CALLS: Final = 256
-"""Maximum number of unanswered calls in a `CallMany` stream, and maximum number of calls per message of the stream."""
+"""Maximum number of unanswered calls in a `CallMany` stream, and of calls in each message of the stream."""
 
 MOST_BATCHED_REQUEST_BYTES: Final = 16 << 10
 """Maximum size in bytes of the request in a batched call. Larger requests are sent as separate calls."""
 
 MOST_BATCHED_METADATA_BYTES: Final = 1024
-"""Maximum size in bytes of the metadata of a batched call, excluding the metadata of the stream itself."""
+"""Maximum size in bytes of a batched call's metadata, excluding the stream's own metadata."""
 
 LISTENING_OPTIONS: Final = (
     # Unread bytes use memory that the quota does not cover. By default, gRPC allows several megabytes of unread bytes
@@ -121,7 +121,7 @@ TOKEN_KEY: Final = "authorization"  # noqa: S105  (a name)
 TOKEN_SCHEME: Final = "Bearer "  # noqa: S105  (a name)
 
 Role: TypeAlias = Literal["read", "produce", "consume", "admin", "service"]
-"""Role of a token, which determines what the token permits."""
+"""Role of a token, which determines what it permits."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 _REREAD_SECONDS: Final = 1.0
@@ -135,7 +135,7 @@ class Tls:
 
     Attributes:
         ca: certificates of the authorities that may sign the service's certificate. If None, gRPC's defaults are used.
-        cert: certificate of the client and its chain, for services that require client certificates (mTLS).
+        cert: client certificate and its chain, for services that require one (mTLS).
         key: private key of `cert`, without a passphrase.
     """
 
@@ -154,7 +154,7 @@ class Tls:
         return cls(ca=ca, cert=cert, key=key) if ca or cert or key else None
 
     def signature(self) -> Signature:
-        """Return a value that changes whenever one of the files changes."""
+        """Return a value that changes whenever any of the files is modified."""
         return tuple(map(file_signature, (self.ca, self.cert, self.key)))
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -209,7 +209,7 @@ class Credentials:
 
     @property
     def sent_secret(self) -> str:
-        """Name of the secret that plaintext calls would expose, or an empty string if calls contain no secret."""
+        """Name of the secret that plaintext calls would expose, or an empty string if there is none."""
         return "the token" if self.has_token else ""
 
     def metadata(self) -> Metadata | None:
@@ -253,7 +253,7 @@ class Credentials:
             )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the constructor arguments, without secrets, to create equivalent credentials in another process."""
+        """Return the constructor arguments, without secrets, for creating equivalent credentials in another process."""
         return dict(self._arguments)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -346,15 +346,14 @@ _TIMED_OUT: Final = "timed out"  # as in the result of `addresses.cause_of`
 
 
 class Controllers:
-    """The addresses of the controllers, and the selection of the controller to call. Thread-safe.
+    """The controllers' addresses, and the choice of the controller to call. Thread-safe.
 
     If several controllers exist, one of them is the leader. The error response of a standby contains the leader's
     address. The client then calls the leader, even if the leader's address was not configured. If the leader does not
     respond, the client tries the configured addresses in turn.
 
     Args:
-        addresses: one address, such as a DNS name that resolves to all controllers, or several addresses separated by
-            commas.
+        addresses: one address, such as a DNS name that resolves to all controllers, or several, separated by commas.
 
     Attributes:
         current: address of the controller to call next.
@@ -368,7 +367,7 @@ class Controllers:
         self.has_several = len(self._given) > 1
 
     def note(self, asked: str, failure: TqError) -> None:
-        """Choose the controller to call after a failed call. Failures of other controllers are ignored."""
+        """Choose the next controller if the current one was unavailable. Failures of other controllers are ignored."""
         if not isinstance(failure, UnavailableError) or asked != self.current:
             return
         leader = ""
@@ -385,5 +384,5 @@ class Controllers:
             self.current = next((each for each in others if not self._is_silent(each)), others[0])
 
     def _is_silent(self, address: str) -> bool:
-        """Return whether a controller timed out recently. Even so, a standby may still name it as the leader."""
+        """Return whether a controller timed out recently. A standby may still name such a controller as the leader."""
         return time.monotonic() - self._silent_at.get(address, -_SILENT_SECONDS) < _SILENT_SECONDS

@@ -1,8 +1,8 @@
 """The functions of `torch.cuda` that this package uses. Tests replace these functions with fakes that need no device.
 
-Torch is imported only if a tensor is on a device, or if the caller specifies a device. No function in this module waits
-for an entire device or stream. Only an event's `synchronize` method blocks the calling thread, until the work before
-the event is done.
+Torch is imported only if a tensor is on a device or the caller specifies one. No function in this module waits for an
+entire device or stream. Only an event's `synchronize` method blocks the calling thread, until the work before the event
+is done.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def load_torch() -> Any:
 
 
 def find(name: Any) -> Device:
-    """Return the device with the given name, with its index made explicit.
+    """Return the named device, with its index filled in.
 
     Raises:
         InvalidArgumentError: the device does not exist.
@@ -127,7 +127,7 @@ def used_by(tensor: Tensor, stream: Any) -> None:
 
 
 def register(address: int, size: int, device: Device) -> bool:
-    """Pin memory of this process for all devices. Return whether the operating system permitted the pinning.
+    """Pin memory of this process for all devices. Return whether the operating system allowed the memory to be pinned.
 
     The driver pins pages for writing, and would therefore replace pages of a private file mapping with copies. While
     pages of a shared mapping are pinned, the mapping's memfd cannot be sealed against writing.

@@ -37,7 +37,7 @@ _LARGE_CHUNK_BYTES: Final = 64 << 10  # large enough for a NumPy copy, during wh
 
 
 def find_device(name: Any) -> Device | None:
-    """Return the device with the given name, with its index made explicit, or None for the CPU.
+    """Return the named device, with its index filled in, or None for the CPU.
 
     Raises:
         InvalidArgumentError: the device does not exist, torch is not installed, or `TQ_PINNED_BYTES` is not a number.
@@ -81,7 +81,7 @@ class DeviceBytes:
     """The bytes of a tensor on a device, in row-major order. Slicing returns another `DeviceBytes`.
 
     Attributes:
-        device: device of the tensor.
+        device: device on which the tensor is stored.
     """
 
     __slots__ = ("_ready", "_values", "device")
@@ -93,7 +93,7 @@ class DeviceBytes:
 
     @classmethod
     def of(cls, tensor: Tensor) -> DeviceBytes:
-        """Return the bytes that a tensor contains once the current stream has done all work submitted so far."""
+        """Return the bytes that a tensor contains once the current stream has finished all work submitted so far."""
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         # Do not use reshape here. For a single value, torch considers any stride contiguous, but view rejects some
         # strides.

@@ -43,7 +43,7 @@ def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> l
     """Encode the columns for a put. Contiguous tensors on the CPU are not copied.
 
     Tensors on a device are not copied to the host. The bytes of a device tensor are read once the current stream has
-    done all work submitted so far.
+    finished all work submitted so far.
 
     Args:
         data: a TensorDict with one batch dimension, or a mapping from field names to columns of `n` rows each. A tensor
@@ -192,7 +192,7 @@ def _holds_tensors(known: FieldSpec | None) -> bool:
 
 
 def _objects_unless_tensors(name: str, known: FieldSpec | None) -> FieldSpec | None:
-    """Return the spec for rows in an object container: `known` for a tensor field, or else an object spec."""
+    """Return the spec for rows in an object container: `known` for a tensor field, otherwise an object spec."""
     return known if _holds_tensors(known) else FieldSpec(name, layout=Layout.OBJECT)
 
 
@@ -206,8 +206,8 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
 
     A `NonTensorData` usually contains a single value for all rows, even if the value is a list. This rule has two
     exceptions. First, an array of objects or text with one item per row contains the rows, because TensorDicts store
-    lists and arrays in this form. Second, if a `NonTensorData` has no batch dimension, is not in a TensorDict, and has
-    a list, tuple or array as its value, that value contains the rows.
+    lists and arrays in this form. Second, a list, tuple or array contains the rows if its `NonTensorData` has no batch
+    dimension and is not in a TensorDict.
 
     Raises:
         InvalidArgumentError: the `NonTensorData` contains a single value for an unknown number of rows.
@@ -271,7 +271,7 @@ def _column(spec: FieldSpec, row_count: int, extents: Extents | None, chunks: tu
 
 
 def _encode_nested(name: str, values: Any) -> SourceColumn:
-    """Encode a nested tensor. In the usual case, the tensor is packed and ragged in dimension 0, and is not copied."""
+    """Encode a nested tensor. In the usual case, a packed tensor that is ragged in dimension 0, nothing is copied."""
     torch = sys.modules["torch"]
     nested = values.detach()
     if nested.layout is not torch.jagged:
@@ -354,7 +354,7 @@ def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: F
 
 
 def _as_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Convert Python numbers, or numpy numbers of a single type, to an array. Return None if values would change."""
+    """Convert Python numbers, or numpy numbers of a single type, to an array. Return None if any value would change."""
     is_numpy = len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_))
     return np.concatenate(list(map(np.array, _parts(values)))) if is_numpy else exact_numbers(values, kinds)
 
@@ -427,8 +427,8 @@ def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) ->
     Args:
         name: name of the field.
         rows: rows of the column, as tensors or arrays.
-        ragged_dims: dimensions to make ragged even if all rows have the same size. If no dimension is ragged, the
-            column is dense.
+        ragged_dims: dimensions to make ragged even if all rows have the same size in them. If no dimension is ragged,
+            the column is dense.
     """
     shapes = [tuple(row.shape) for row in rows]
     is_small = sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows)

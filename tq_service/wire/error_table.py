@@ -44,7 +44,7 @@ _LIKE: Final = {_CODE.OUT_OF_RANGE: "INVALID_ARGUMENT", _CODE.ABORTED: "FAILED_P
 _CLOSED_HERE: Final = "Channel closed!"
 """gRPC's error message for a call whose channel was closed in this process."""
 _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
-"""Pattern of gRPC's error message for a message that the receiver rejects because of its size."""
+"""Pattern of gRPC's error text for a message that the receiver rejects because of its size."""
 
 
 def code_of(error: errors.TqError) -> grpc.StatusCode:

@@ -10,9 +10,9 @@ The operating system takes longer to map new pages than to receive the bytes. In
 the throughput of 256 MiB gets vary from 0.5 to 2.2 GB/s. A training loop receives and discards batches of similar size,
 so it can reuse a few blocks for all of them.
 
-Blocks for a device, buffers filled by loader workers, and regions of a storage service on this host are pinned, because
-copies to or from pageable memory would be several times slower. If the limit on pinned memory is reached, or the
-operating system refuses to pin more memory, memory remains pageable.
+Blocks for a device, buffers filled by loader workers, and regions of a storage service on this host are pinned. Copies
+to or from pageable memory would be several times slower. If the limit on pinned memory is reached, or the operating
+system refuses to pin more, further memory remains pageable.
 
 Arrays can be garbage-collected at any time in any thread, so their finalizers do not use locks.
 """
@@ -108,9 +108,9 @@ class PinnedMemory:
     """A registry that pins mappings up to a limit. Thread-safe.
 
     When the limit is reached, the registry unpins the least recently used mappings that are not in use. A mapping is
-    unpinned before it is unmapped, but only after the last copy that uses the mapping. `keep` therefore retains the
-    arrays of each copy until the copy has finished. The lock is reentrant, because a finalizer can run in a thread that
-    holds the lock.
+    unpinned before it is unmapped, but only after the last copy that uses it. `keep` therefore retains the arrays of
+    each copy until the copy has finished. The lock is reentrant, because a finalizer can run in a thread that holds the
+    lock.
 
     Args:
         limit_bytes: maximum total number of pinned bytes. If None, the value of `TQ_PINNED_BYTES` is used, or 1 GiB if
@@ -155,7 +155,7 @@ class PinnedMemory:
         return self._used_bytes() + size <= limit and self._used_bytes(mapping.is_shared) + size <= granted
 
     def pin(self, mapping: Mapping, device: Device) -> Pin | None:
-        """Pin a mapping, or return the existing pin of the mapping. Return None if the mapping remains pageable.
+        """Pin a mapping, or return its existing pin. Return None if the mapping remains pageable.
 
         The mapping must be anonymous or a shared mapping of a memfd. In a private mapping of a file, the driver would
         copy each page. A pinned memfd cannot be sealed against writing, but regions are never sealed.
@@ -228,7 +228,7 @@ class PinnedMemory:
 
 
 class Blocks:
-    """A pool of memory blocks. A block is reused once no array, view or tensor references the block. Thread-safe.
+    """A pool of memory blocks. A block is reused once no array, view or tensor references it. Thread-safe.
 
     At most `kept_bytes` of unused blocks are retained, each for at most `kept_seconds`. Both limits are checked
     whenever a block is requested or returned. The unused blocks are stored in a deque. While one thread processes the
@@ -236,7 +236,7 @@ class Blocks:
 
     Args:
         kept_bytes: maximum total size of the unused blocks.
-        kept_seconds: maximum time for which an unused block is retained.
+        kept_seconds: maximum number of seconds for which an unused block is retained.
     """
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES, kept_seconds: float = _KEPT_SECONDS) -> None:
@@ -286,7 +286,7 @@ class Blocks:
         return [each for each in taken if each[1].is_own]
 
     def _keep(self, blocks: Iterable[tuple[float, Mapping]]) -> None:
-        """Retain the most recent blocks within the limits, and return all other blocks to the operating system."""
+        """Retain the most recent blocks within the limits, and return all others to the operating system."""
         oldest = time.monotonic() - self._kept_seconds
         remaining = self._kept_bytes
         for since, block in blocks:
@@ -296,7 +296,7 @@ class Blocks:
 
 
 class _Use:
-    """A reference that marks a block as used while an array in the block exists."""
+    """A reference that marks a block as in use while an array in it exists."""
 
     __slots__ = ("_block", "_blocks", "_pin")
 

@@ -79,7 +79,7 @@ class Mapping:
     """Memory that remains mapped in this process until the last reference to this object is deleted.
 
     Args:
-        fd: file descriptor of a memfd, which is mapped completely. The descriptor may be closed afterwards.
+        fd: file descriptor of a memfd, which is mapped in full. The descriptor may be closed afterwards.
         is_shared: whether writes modify the memfd. If False, writes modify only this mapping.
         is_inherited: whether forked child processes inherit the mapping.
         is_populated: whether all pages are mapped immediately instead of on first use.
@@ -87,8 +87,8 @@ class Mapping:
     Attributes:
         address, size: address of the first byte, and size in bytes.
         is_shared, is_inherited: values of the constructor arguments.
-        on_unmap: list of at most one function, which must be called before the memory is unmapped. Whoever calls the
-            function first removes it from the list.
+        on_unmap: list with at most one function, which must be called before the memory is unmapped. The caller must
+            remove the function from the list before calling it.
 
     Raises:
         OSError: the operating system refused the mapping.
@@ -174,7 +174,7 @@ class _Part:
 
 
 def _changed_pages(first_page: int, count: int) -> NDArray[np.intp] | None:
-    """Return the pages of a private mapping that this process has modified, or None if these pages are unknown."""
+    """Return the pages that this process has modified in a private mapping, or None if they are unknown."""
     try:
         with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
             entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * count, 8 * first_page), np.uint64)

@@ -123,7 +123,7 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
 
 @cache
 def _fields(kind: Any) -> list[tuple[str, Callable[[Message], Any], bool]]:
-    """For each dataclass field, return its name, its reader, and whether its default differs from None.
+    """For each dataclass field, return its name, its reader, and whether it has a default other than None.
 
     A duration field counts as having no default, because an unset Duration means 0 seconds.
     """
@@ -174,7 +174,7 @@ def _value(name: str, read: Callable[[Any], Any] | None, is_optional: bool, is_t
 
 
 def _sent(value: Any, field: Any) -> Any:
-    """Convert the value of an attribute to the value of a message field."""
+    """Convert an attribute's value to a message field's value."""
     described = field.message_type
     if value is None or (described is None and field.enum_type is None):
         return value
@@ -193,7 +193,7 @@ _NANOS: Final = 10**9
 
 
 def to_duration(seconds: float) -> Duration:
-    """Convert seconds to a Duration, rounding to nanoseconds and clipping to the range of a Duration.
+    """Convert seconds to a Duration, rounded to nanoseconds and clipped to the representable range.
 
     Raises:
         ValueError: `seconds` is NaN.

@@ -1,9 +1,9 @@
 """Conversion of sample indexes, cells, enum words, field specs and custom_meta to and from protobuf messages.
 
 Sample indexes and row numbers are large integer arrays that mostly consist of runs of consecutive numbers. In messages,
-custom_meta is stored in columns. Users write custom_meta either as columns or as one mapping per sample, and read
-custom_meta as one mapping per sample. The functions `values_to_meta_column`, `rows_to_meta_columns` and
-`meta_columns_to_rows` convert between the two forms.
+custom_meta is stored in columns. Users write custom_meta either as columns or as one mapping per sample, and read it in
+the latter form. The functions `values_to_meta_column`, `rows_to_meta_columns` and `meta_columns_to_rows` convert
+between the two forms.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def exact_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | Non
 
     Args:
         values: numbers. The result is None if any value has another type.
-        kinds: set of the types of the values.
+        kinds: set of the values' types.
     """
     if kinds == {int, float} and not any(type(value) is int and abs(value) > LARGEST_EXACT for value in values):
         kinds = {float}
@@ -270,7 +270,7 @@ class EnumWords(Generic[Word]):
         name: name of the field, for use in error messages.
         enum: protobuf enum.
         words: the words, or a mapping from words to the names of enum values without their common prefix. By default,
-            each enum value is named like its word, in capitals.
+            the name of each enum value is the word in capitals.
     """
 
     def __init__(self, name: str, enum: Any, words: Iterable[Word] | Mapping[Word, str]) -> None:
@@ -400,7 +400,7 @@ def _read_spec(message: pb.FieldSpec) -> FieldSpec:
 
 
 def decode_value(message: controller_service_pb2.MetaValue) -> Scalar | None:
-    """Return the custom_meta value in a message, or None if the message contains no value."""
+    """Return the custom_meta value in a message, or None if there is none."""
     kind = message.WhichOneof("kind")
     value: Scalar | None = None if kind is None else getattr(message, kind)
     return value
@@ -536,7 +536,7 @@ def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
 
 
 def encode_produced(masks: Iterable[NDArray[np.bool_]]) -> list[bytes]:
-    """For each field, return a bit mask of the samples that have a cell, or empty bytes if all samples have a cell."""
+    """For each field, return a bit mask of the samples that have a cell, or empty bytes if all samples have one."""
     return [b"" if mask.all() else np.packbits(mask, bitorder="little").tobytes() for mask in masks]
 
 
@@ -562,7 +562,7 @@ def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[
 
 
 def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
-    """Convert the custom_meta mappings of `n` samples to columns that each cover all `n` samples.
+    """Convert the custom_meta mappings of `n` samples to columns that each cover all of them.
 
     Values are JSON values, or numpy or torch scalars and arrays. None removes a value, and `JSON_NULL` stores null. A
     column has the type of its first number, boolean or text. Values of other types are stored as JSON. If integers and

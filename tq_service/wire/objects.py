@@ -1,9 +1,9 @@
-"""Serialization of Python objects as msgpack bytes with extension types, and serialization of JSON objects as text.
+"""Serialization of Python objects as msgpack bytes with extension types, and of JSON objects as text.
 
 The supported types are None, bool, int of any size, float, complex, str, bytes, list, tuple, set, frozenset, and dict
 with hashable keys of these types. Values of type bytearray and memoryview are returned as bytes. Torch tensors, numpy
-arrays (including object arrays), numpy scalars, and types with a codec are also supported. Instances of subclasses of
-Python's built-in types are returned as instances of the base type. For example, an OrderedDict becomes a dict, a
+arrays (including object arrays), numpy scalars, and types with a codec are also supported. An instance of a subclass of
+a built-in Python type is returned as an instance of the built-in type. For example, an OrderedDict becomes a dict, a
 NamedTuple becomes a tuple, and a str Enum becomes a str. All other objects are rejected, because they would require
 pickle, which executes code from its input.
 
@@ -70,7 +70,7 @@ _FAILURES: Final = (_Refused, ValueError, OverflowError, RecursionError)
 
 
 def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[bytes]:
-    """Encode each object as bytes. All objects share one packer, which is ten times as fast as one packer per object.
+    """Encode each object as bytes. All objects share one packer, which is ten times as fast as creating one per object.
 
     Args:
         values: objects to encode.
@@ -112,7 +112,7 @@ def _pack(value: Any, depth: int) -> bytes:
 
 
 def _extension(value: Any, depth: int) -> Any:
-    """Convert a value whose type msgpack does not support to a value that msgpack can pack."""
+    """Convert a value of a type that msgpack does not support to one that it can pack."""
     kind = type(value)
     if kind is int:
         size = value.bit_length() // 8 + 1
@@ -192,7 +192,7 @@ def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
 
 
 def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
-    """Return the location of the first value that cannot be encoded, and the reason, or None if all values can."""
+    """Return the location of the first value that cannot be encoded, and the reason, or None if there is none."""
     for part, place in _parts_of(value, path):
         found = _find_refused(part, place)
         if found:
@@ -249,7 +249,7 @@ def _unpack(data: memoryview | bytes, depth: int, as_torch: bool) -> Any:
 
 
 def _extended(code: int, payload: bytes, depth: int, as_torch: bool) -> Any:
-    """Decode an extension. The caller interprets any exception as evidence of damaged bytes."""
+    """Decode an extension. The caller treats any exception as a sign of damaged bytes."""
     if code == _BIG_INT:
         return int.from_bytes(payload, "little", signed=True)
     if code == _COMPLEX:
@@ -350,10 +350,10 @@ def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any]
         name: name that is sent with each object, with 1 to 512 printable characters. A unique prefix is recommended, as
             in "acme.Trajectory".
         kind: type of the objects. The codec also applies to subclasses for which no codec is registered.
-        encode: function that converts an object to a value that can be put without a codec: a plain value, a tensor, an
-            array, or a container of such values.
+        encode: function that converts an object to a value that needs no codec: a plain value, a tensor, an array, or a
+            container of these.
         decode: function that recreates the object from the result of `encode`. Readers call this function on data from
-            any producer, so the function must not trust or unpickle its input.
+            any producer, so it must not trust or unpickle its input.
     """
     check_name("name", name)
     if not isinstance(kind, type) or kind in _CARRIED:
@@ -368,7 +368,7 @@ def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any]
 
 
 def codec_of(kind: type) -> ObjectCodec | None:
-    """Return the codec for instances of a type, or None if the type has no codec."""
+    """Return the codec for instances of a type, or None if it has none."""
     for base in kind.__mro__:
         if base in _by_kind:
             return _by_kind[base]
@@ -423,7 +423,7 @@ def _encode_image(image: Any) -> dict[str, Any]:
 def _is_plain(value: Any) -> bool:
     """Return whether an entry of an image's info can be encoded.
 
-    Some image formats store PIL objects in the info, and these objects cannot be encoded.
+    PIL objects, which some image formats store in the info, cannot be encoded.
     """
     return type(value) in {bool, int, float, str, bytes} or (type(value) is tuple and all(map(_is_plain, value)))
 

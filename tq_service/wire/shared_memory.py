@@ -105,7 +105,7 @@ def new_region(size: int) -> int:
 
 
 def free_pages(memory: mmap.mmap) -> None:
-    """Return the pages of a writable mapping of a region to the system, even if other processes map the region."""
+    """Give the pages of a region's writable mapping back to the system, even if other processes map the region."""
     # Python's madvise would hold the GIL, for 0.2 s in the case of a region of 256 MiB.
     whole = (ctypes.c_char * len(memory)).from_buffer(memory)
     advise(ctypes.addressof(whole), len(memory), mmap.MADV_REMOVE)

@@ -1,6 +1,6 @@
 """Slices of rows: the bytes to select from each row of a column, and the shape of the resulting column.
 
-The storage service slices rows, because only the service stores row lengths. If the extents of a cell are stored in
+The storage service slices rows, because row lengths are stored only there. If the extents of a cell are stored in
 several storage services, a client joins them and slices the cell itself.
 """
 
@@ -142,7 +142,7 @@ class RowCut:
         return owners, begins, np.maximum(begins, ends)
 
     def cut_shape(self, spec: FieldSpec) -> tuple[int, ...] | None:
-        """Return the shape of the resulting rows, with -1 for sizes that may vary, or None if the shape is unknown."""
+        """Return the shape of the resulting rows, with -1 for sizes that may vary, or None if it is unknown."""
         shape = list(spec.row_shape or ())
         if not shape:
             return None

@@ -278,7 +278,7 @@ class AsyncBase:
 
     @property
     def namespace(self) -> str:
-        """The part of the client's full partition names before the "/". Empty if the client has no namespace."""
+        """The part before the "/" in the client's full partition names. Empty if the client has no namespace."""
         return self._namespace.name
 
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
@@ -323,7 +323,7 @@ class AsyncBase:
         return answer.acked_count
 
     async def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
-        """Return the fields of a partition by name."""
+        """Return a dict of a partition's fields, keyed by name."""
         request = pb.DescribePartitionRequest(partition_id=full_partition_id)
         answer = await self._calls.unary(pb.DescribePartitionResponse, request, deadline)
         return {field.spec.name: decode_spec(field.spec) for field in answer.fields}
@@ -331,7 +331,7 @@ class AsyncBase:
     async def _pages(
         self, kind: type[Response], request: Any, deadline: Deadline, first: Response | None = None
     ) -> AsyncIterator[Response]:
-        """Yield the pages of a list, with one call per page. `first` is the first page, if already received."""
+        """Yield the pages of a list, making one call per page. `first` is the first page, if already received."""
         answer: Any = first
         while True:
             if answer is None:

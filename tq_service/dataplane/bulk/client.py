@@ -1,4 +1,4 @@
-"""The client side of bulk transfers: a probe of the storage service's bulk port, and reusable connections to the port.
+"""The client side of bulk transfers: a probe of the storage service's bulk port, and reusable connections to it.
 
 Some clients cannot reach the bulk port, for example because the service is behind an ingress. A background thread
 therefore probes the port. If the port is unreachable, the client uses frames.
@@ -39,7 +39,7 @@ _MOST_KEPT: Final = 8
 _STREAMS: Final = ThreadPoolExecutor(32, thread_name_prefix="tq-bulk")
 
 Remaining: TypeAlias = Callable[[], float]
-"""A function that returns the number of seconds that a transfer has left to finish."""
+"""A function that returns the number of seconds left for a transfer to finish."""
 
 
 class _Port(NamedTuple):
@@ -113,8 +113,7 @@ class BulkLink:
         """Send the bytes of a put over bulk connections.
 
         Raises:
-            UnavailableError: some bytes were not sent. Later calls use frames, and fail as well if the data was the
-                cause.
+            UnavailableError: some bytes were not sent. Later calls use frames, and also fail if the data was the cause.
         """
 
         def send(connection: BulkConnection, parts: Sequence[Chunk], moved: Moved) -> None:
@@ -247,7 +246,7 @@ def _target(announced: str, address: str) -> tuple[str, int] | None:
 
 
 def _clip(chunks: Sequence[C], ends: Integers, start: int, end: int) -> list[C]:
-    """Return the bytes from `start` to `end` of concatenated chunks. `ends` contains each chunk's end offset."""
+    """Return the bytes from `start` to `end` in the concatenated chunks. `ends` contains each chunk's end offset."""
     first, last = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
     parts = list(chunks[first : last + 1])
     parts[-1] = parts[-1][: len(parts[-1]) - (int(ends[last]) - end)]

@@ -1,6 +1,6 @@
 """Bulk connections: the protocol for requesting ranges, and the system calls that transfer bytes.
 
-Threads in the client and in the storage service use this module. The messages are:
+This module is used by threads in the client and in the storage service. The messages are:
 
     service -> client   20 bytes: "TQB1", the boot_id of the storage service (16); then for each range:
     client -> service   32 bytes: "TQB1", the ticket (16), the index of the range (uint32), 8 zero bytes
@@ -49,7 +49,7 @@ _MESSAGE: Final = np.dtype(
 _HAS_SENDMMSG: Final = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
 
 Moved: TypeAlias = Callable[[int], None]
-"""Callback that gets the number of bytes moved in a step (0 after an idle second), and may raise an error to abort."""
+"""Callback that receives the byte count of each step (0 after an idle second), and may raise an error to abort."""
 
 Integers: TypeAlias = NDArray[np.int64]
 

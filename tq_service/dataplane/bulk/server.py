@@ -53,7 +53,7 @@ class Transfer:
 
     Args:
         size_bytes: total size in bytes.
-        stream_count: number of connections that the client is advised to use.
+        stream_count: recommended number of connections for the client.
         move: function that transfers a range.
         on_moved: function called periodically on the event loop, with the number of bytes transferred since the last
             call.
@@ -203,7 +203,7 @@ class BulkServer:
 
     Args:
         host: address on which to listen.
-        port: port on which to listen. With 0, the system selects any free port.
+        port: port on which to listen. With 0, the system selects a free port.
         boot_id: instance id of the storage service.
         context: function that returns the TLS context for the next connection, or None for plaintext connections.
 
@@ -257,7 +257,7 @@ class BulkServer:
         return transfer
 
     def _streams_for(self, size_bytes: int) -> int:
-        """Return how many connections are worthwhile for this size, given the number of cores per recent transfer."""
+        """Return how many connections to use for this transfer size, given the number of cores per recent transfer."""
         now, count = time.monotonic(), len(self._transfers) + 1
         self._load *= 0.5 ** ((now - self._load_at) / _LOAD_HALF_LIFE_SECONDS)
         self._load, self._load_at = max(self._load, count), now
@@ -295,7 +295,7 @@ class BulkServer:
                 self._dismiss(connection)
 
     def _admit(self, connection: BulkConnection, peer: str) -> bool:
-        """Return whether to accept a connection. If there are too many, end one that has not sent a valid ticket."""
+        """Return whether to accept a connection. If there are too many, close one that has not sent a valid ticket."""
         with self._lock:
             is_full = len(self._proven) + len(self._unproven) >= _MOST_CONNECTIONS
             if self._is_closed or (is_full and not self._unproven):

@@ -51,7 +51,7 @@ class FdChannel:
     Args:
         path: path of the service's Unix socket.
         boot_id: instance id of the service that announced the socket.
-        seconds: maximum number of seconds for connecting and for receiving the response to the hello message.
+        seconds: maximum number of seconds to wait for the connection and for the response to the hello message.
 
     Attributes:
         session_id: id by which calls refer to the session.
@@ -204,7 +204,7 @@ class FdChannel:
 
 
 class Releases:
-    """A queue that reports ended leases to the service, without blocking the thread in which a lease happens to end.
+    """A queue that reports ended leases to the service without blocking the thread in which a lease happens to end.
 
     Args:
         connection: socket of the session.
@@ -228,7 +228,7 @@ class Releases:
                     return
 
     def close(self) -> None:
-        """Stop reporting. Leases not yet reported end with the session."""
+        """Stop reporting. Leases that have not been reported end with the session."""
         self._connection.close()
 
 
@@ -239,7 +239,7 @@ class HostLink:
         is_enabled: whether to check if the service is on this host. If None, the environment variable TQ_SHARED_MEMORY
             determines this.
 
-    Because event loops call `is_due`, no thread holds the lock that `is_due` needs while waiting for the service.
+    Event loops call `is_due`, so no thread waits for the service while holding the lock that `is_due` needs.
     """
 
     def __init__(self, *, is_enabled: bool | None = None) -> None:
@@ -276,7 +276,7 @@ class HostLink:
         self._ask_again_in(_TRY_AGAIN_SECONDS)
 
     def open(self, stat: StatResponse, seconds: float = _EXCHANGE_SECONDS) -> None:
-        """Open a session if the service that sent `stat` is on this host. If none is opened, a later call tries again.
+        """Open a session if the service that sent `stat` is on this host. If this fails, a later call tries again.
 
         This method waits up to `seconds` for other threads that are opening the session, and up to `seconds` for the
         service.

@@ -1,4 +1,4 @@
-"""Shared memory mapped by this process, and the page ranges that its arrays use.
+"""Shared memory mapped by this process, and the page ranges used by its arrays.
 
 A region is mapped once for writing and at least once for reading. All sessions in this process share these mappings,
 which are kept, with their page tables, for later puts and gets. An array that is returned to a program is backed by a
@@ -99,7 +99,7 @@ class ReadMapping:
 
 
 class _Region:
-    """A region's mappings, which all sessions in this process share, and whether the region was ever written to.
+    """A region's mappings, shared by all sessions in this process, and whether the region was ever written to.
 
     Attributes:
         lock: protects all attributes.
@@ -126,7 +126,7 @@ class MappedRegions:
 
     Args:
         run_id: id of the service process. If a service restarts with the same instance id, it numbers its regions from
-            1 again. Without the run_id, a put could be written to an old region of the same number, and be lost.
+            1 again. Without the run_id, a put could be written to an old region with the same number and be lost.
     """
 
     def __init__(self, run_id: bytes) -> None:

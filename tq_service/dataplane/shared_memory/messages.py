@@ -24,7 +24,7 @@ _MOST_MESSAGE_BYTES: Final = 4096
 
 
 def open_socket() -> socket.socket:
-    """Create a socket of the type that both the client and the service use."""
+    """Create a socket of the type used by both the client and the service."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

@@ -70,7 +70,7 @@ class Memory(Protocol):
 
 
 class SharedMemoryServer:
-    """A server that listens on a socket in a directory and manages client sessions, in a single event loop.
+    """A server that listens on a socket in a directory and manages client sessions in a single event loop.
 
     Args:
         directory: directory of the socket. Users with access to this directory may use shared memory.
@@ -144,14 +144,14 @@ class SharedMemoryServer:
         return False
 
     def session(self, session_id: bytes) -> Session | None:
-        """Return the open session with this id, or None, and record that an authorized call has sent the id."""
+        """Return the open session with this id, if any, after recording that an authorized call has sent the id."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.is_proven = True
         return session
 
     def drain(self) -> None:
-        """After a delay, end all offers that no client has taken, because gets wait for their offers to be taken."""
+        """After a delay, end all offers that have not been taken, because a get waits until its offer is taken."""
 
         def end_offers() -> None:
             for session in self._sessions.values():
@@ -242,7 +242,7 @@ def make_private(directory: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove sockets without a listener, which killed servers leave behind."""
+    """Remove sockets that have no listener because their server was killed."""
     for path in directory.glob(f"*{_SUFFIX}"):
         with messages.open_socket() as probe:
             probe.setblocking(False)
@@ -437,7 +437,7 @@ class Session:
         )
 
     def _begin_lease(self, offer: Offer) -> None:
-        """Lease the memory of an offer that was taken. From then on, the lease protects the bytes, not the call."""
+        """Lease the memory of an offer that was taken. The lease, not the call, then protects the bytes."""
         for memory in offer.memories:
             memory.lease(self)
         self._leases[offer.offer_id] = offer

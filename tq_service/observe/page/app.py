@@ -1,4 +1,4 @@
-"""The web server of the live page, which serves static assets and a stream of frames under allowed host names."""
+"""The web server of the live page, which serves assets and a stream of frames to requests with an allowed host name."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ _ANSWER_SECONDS: Final = 2.0
 class Feed:
     """Reads the status of a service periodically, and yields the newest frame to each browser.
 
-    `run` reads the status and creates a frame after each read. `frames` returns an iterator for each browser, which
-    yields only the newest frame. Use the feed from a single event loop.
+    `run` reads the status and creates a frame after each read. For each browser, `frames` returns an iterator that
+    always yields the newest frame. Use the feed from a single event loop.
 
     Args:
         client: client of the service.
@@ -80,7 +80,7 @@ class Feed:
                 yield seen
 
     def close(self) -> None:
-        """End all iterators returned by `frames`."""
+        """Stop all iterators returned by `frames`."""
         self._closed = True
         self._changed.set()
 
@@ -133,7 +133,7 @@ def _span(seconds: float) -> str:
 
 
 MOST_PARTITIONS: Final = 200
-"""Maximum number of partitions in a frame. The most recently changed partitions are shown, and others only counted."""
+"""Maximum number of partitions in a frame. Those changed most recently are shown; the others are only counted."""
 
 _MOST_WAITS: Final = 200
 _MOST_FIELDS: Final = 64

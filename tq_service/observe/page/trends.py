@@ -119,7 +119,7 @@ class Trends:
                 curve.append(None)
 
     def waits_since(self, wait: PartitionWait) -> float:
-        """Return the start time of a wait, that is, the time when the wait first appeared in a status."""
+        """Return when a wait started, that is, when it first appeared in a status."""
         return self._waits_since[_wait_key(wait)]
 
     def _follow_waits(self, status: ServiceStatus, now: float) -> None:

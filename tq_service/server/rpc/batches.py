@@ -44,7 +44,7 @@ _NAMES: Final = {method.short_name: method.name for method in METHODS.values() i
 
 
 class _Details(NamedTuple):
-    """A replacement for gRPC's `HandlerCallDetails`, holding the details known before the request is read."""
+    """A replacement for gRPC's `HandlerCallDetails` that holds the details known before the request is read."""
 
     method: str
     invocation_metadata: Any
@@ -152,7 +152,7 @@ class _Stream:
     """An open stream of calls.
 
     Args:
-        services: services that find the handlers of calls.
+        services: gRPC services, which provide a handler for each call.
         context: gRPC context of the stream.
     """
 
@@ -210,7 +210,7 @@ class _Stream:
             self._is_over.set_result(None)
 
     def stall(self, most_seconds: float) -> DeadlineError | None:
-        """Return an error if the client has neither sent calls nor read responses for `most_seconds`, or None."""
+        """Return an error if the client has sent no calls and read no responses for `most_seconds`, or else None."""
         since = self._writing_since
         if since is None and not self._open:
             since = self._idle_since
@@ -354,7 +354,7 @@ class Batches:
     """The call streams of a server. Use this class only on the server's event loop.
 
     Args:
-        services: services that find the handlers of calls.
+        services: gRPC services, which provide a handler for each call.
         stall_seconds: time after which a stream is ended if the client neither sends calls nor reads responses.
     """
 

@@ -92,8 +92,8 @@ class Services(grpc.GenericRpcHandler):
 
     Args:
         server: gRPC server that receives the calls.
-        middleware: middleware for each call, outermost first. The first middleware whose `admit` returns a caller
-            determines the caller.
+        middleware: middleware for each call, outermost first. The first `admit` method to return a caller identifies
+            the caller of a call.
         methods: descriptions of methods by full name. Unlisted methods use the defaults of `Method`.
 
     Attributes:
@@ -151,7 +151,7 @@ class Services(grpc.GenericRpcHandler):
     def _wrapped(self, inner: Handler, method: Method, caller: Caller, middleware: Sequence[Middleware]) -> Handler:
         """Wrap a handler in middleware. If the caller is rejected, the handler fails without reading any requests.
 
-        All methods are registered with streaming requests, so that the inbox can decide when to read them.
+        All methods are registered with streaming requests so that the inbox can decide when to read messages.
         """
         refusal = caller.refusal
         if refusal is None:
@@ -195,10 +195,11 @@ def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
 
 
 class ObservedCalls(Middleware):
-    """Logs calls at debug level and updates call metrics. As the outermost stage, it sees the status of each call.
+    """Logs calls at debug level and updates call metrics.
 
-    The metrics are named as in go-grpc-middleware. Waiting time is measured separately, because otherwise long polls
-    would dominate the handling time.
+    This stage is the outermost one so that it sees the status of each call. The metrics are named as in
+    go-grpc-middleware. Waiting time is measured separately, because otherwise long polls would dominate the handling
+    time.
 
     Args:
         instruments: metrics to update, or None if metrics are off.
@@ -401,8 +402,8 @@ class DurableAnswers(Middleware):
 
     In a cluster, the middleware also rejects calls to a standby and withholds the responses of a leader that may have
     been superseded. A process that was paused for longer than its lease therefore never responds with outdated state.
-    `end_calls` ends calls that are waiting for samples or for etcd, so that their clients retry with the leader. Use
-    this class from a single event loop.
+    `end_calls` ends calls that are waiting for samples or etcd so that their clients retry with the leader. Use this
+    class from a single event loop.
 
     Args:
         state: state that must be durable before a response is sent, or None if no state is persisted.
@@ -529,8 +530,8 @@ class AccessControl(Middleware):
         partition_of: function that returns the partition of a complete put in this process's storage service, or None
             for an unknown put. `partition_of` is None if this process does not run a storage service.
         admitted_at: `time.monotonic` time of the first admitted call on each connection, by peer. If tokens are
-            required, health probes are ignored, because they need no token. `Connections` removes the entries of closed
-            connections.
+            required, health probes are not recorded, because they need no token. `Connections` removes the entries of
+            closed connections.
     """
 
     def __init__(
@@ -650,7 +651,10 @@ class AccessControl(Middleware):
         return lambda request, context: self._lasting.run(call(request, context), token)
 
     def refused_scrape(self, loop: asyncio.AbstractEventLoop, authorization: str, peer: str) -> str | None:
-        """Return why a metrics scrape with this authorization header is rejected, or None to allow it. Thread-safe."""
+        """Return why to reject a metrics scrape with this authorization header, or None to allow the scrape.
+
+        Thread-safe.
+        """
         if self._tokens is None:
             return None
         token, refusal = None, self._no_token.refusal

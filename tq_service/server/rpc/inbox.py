@@ -27,7 +27,7 @@ from tq_service.wire.connection import MAX_REQUEST_BYTES, PART_BYTES
 Part = TypeVar("Part")
 
 LEAST_PROGRESS_BYTES: Final = 64 * 1024
-"""Minimum number of bytes that a stream must transfer within `stall_seconds` to avoid being ended as stalled."""
+"""Minimum number of bytes that a stream must transfer within `stall_seconds`, or it is ended as stalled."""
 
 GRACE_SECONDS: Final = 10.0
 """Waiting time per stream that is ignored when the stream's transfer rate is compared with the minimum."""
@@ -45,13 +45,13 @@ _ROUNDED_SHARE: Final = 0.035
 """Safety margin for timeouts. In measurements, gRPC sent timeouts that were up to 3.3 % longer than requested."""
 
 needs_no_turn: Final[ContextVar[bool]] = ContextVar("needs_no_turn", default=False)
-"""Whether the current call reads without a `Turn`, as streams such as CallMany do because they may be idle for long."""
+"""Whether the current call reads without a `Turn`, as do streams that may be idle for a long time, such as CallMany."""
 
 
 def wait_until(context: Context) -> float | None:
     """Return the `time.monotonic` time until which a call may wait, or None if the call has no deadline.
 
-    The returned time is early enough to send an error before the deadline.
+    The returned time leaves enough time to send an error before the deadline.
     """
     remaining = context.time_remaining()
     if remaining is None:
@@ -79,7 +79,7 @@ def _beyond(limit_name: str, got: int, limit: int, message: str) -> LimitExceede
 
 
 class WaitingCalls:
-    """Counts calls that wait, for example for samples or capacity, and rejects calls that exceed a limit.
+    """Counts waiting calls, such as those that wait for samples or capacity, and rejects calls beyond a limit.
 
     Each connection counts as a separate client.
 
@@ -189,8 +189,8 @@ class Lane:
 
     A read is slow if it takes longer than `patience_seconds` while other reads wait. A few slow reads are moved aside.
     Such reads continue but no longer count as concurrent reads. A connection that has a read moved aside may not use
-    the last free slot. If too many reads have been moved aside, the lane ends the oldest read of the connection that
-    has the most such reads.
+    the last free slot. If too many reads have been moved aside, the lane ends the oldest one on the connection that has
+    the most of them.
 
     Args:
         most: maximum number of concurrent reads.
@@ -482,7 +482,7 @@ class Requests:
             turn.leave()
 
     def _hold(self, size: int) -> None:
-        """Add a request to `waiting_bytes`.
+        """Add the size of a request to `waiting_bytes`.
 
         A request that does not fit keeps its turn in `large`, or is rejected if it has no turn.
         """
@@ -554,7 +554,7 @@ class Progress:
         """Await a step of the stream and return its result.
 
         Raises:
-            DeadlineError: the stream stalled, or was slower than its minimum rate while puts waited for capacity.
+            DeadlineError: the stream stalled or did not reach its minimum rate while puts waited for capacity.
         """
         began_at = self._counted_from = time.monotonic()
         try:
@@ -609,7 +609,7 @@ class LeastRate:
     """Enforces a minimum transfer rate for the streams of a storage service while puts wait for capacity.
 
     A stream occupies the memory that it reads or fills, so a slow stream delays waiting puts. All streams may share the
-    same network, so each of n streams only needs to reach 1/n of the rate. Use this class from a single event loop.
+    same network, so each of n streams needs to reach only 1/n of the rate. Use this class from a single event loop.
 
     Args:
         bytes_per_second: minimum rate of all streams combined, or 0 for no minimum.
@@ -645,7 +645,7 @@ class received(AsyncIterator[Part]):  # noqa: N801  (used like a function)
         size: function that returns the size of a message in bytes.
 
     Raises:
-        DeadlineError: the messages arrive too slowly.
+        DeadlineError: the messages arrived too slowly.
     """
 
     def __init__(self, parts: AsyncIterator[Part], progress: Progress, size: Callable[[Part], int]) -> None:

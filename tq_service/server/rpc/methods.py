@@ -54,7 +54,7 @@ class Method:
     Attributes:
         name: full name, such as "/tq_service.v1.ControllerService/Insert".
         roles: roles that may call the method, in addition to the admin role. If empty, all calls are rejected.
-        is_open: whether everyone may call the method without a token (health probes).
+        is_open: whether everyone may call the method without a token, as for health probes.
         has_request_stream: whether requests are streamed.
         has_response_stream: whether responses are streamed.
         partitions: function that returns the partitions named in a request or in the first message of a stream.
@@ -94,7 +94,7 @@ class Method:
 
     @property
     def allowed_roles(self) -> frozenset[Role]:
-        """All roles that may call the method, including the admin role for methods that are not internal."""
+        """All roles that may call the method. Unless the method is internal, these include the admin role."""
         return self.roles | {"admin"} if self.roles and not self.is_internal else self.roles
 
 
@@ -102,7 +102,7 @@ def method_of(described: MethodDescriptor) -> Method:
     """Create a method from its proto descriptor. If its rule is incomplete, all calls to the method are rejected.
 
     Raises:
-        ValueError: the rule names a role that tokens cannot have, or a field that does not exist in the request.
+        ValueError: the rule names a role that tokens cannot have or a field that the request does not have.
     """
     options: Any = described.GetOptions()
     rule: MethodRule = options.Extensions[method_rule_pb2.rule]
@@ -260,7 +260,7 @@ class Caller:
 
 
 class Middleware:
-    """Base class of middleware. Subclasses override one or both methods. Use middleware from a single event loop."""
+    """Base class of middleware. Subclasses override one or both methods. Use each instance from a single event loop."""
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
         """Identify the caller from a call's metadata. Return None to let other middleware decide.

@@ -1,4 +1,4 @@
-"""The blob store interface, and in-memory blob stores. A blob contains the bytes of one put.
+"""The blob store interface and the in-memory blob stores. A blob contains the bytes of one put.
 
 The index allocates a blob, writes it from start to end, pins it during reads, and releases it once. The store frees
 the bytes when the blob has been released and is no longer pinned. To add a kind of store, implement `BlobStore` in a
@@ -8,10 +8,10 @@ capabilities:
 - `is_shared`: clients on this host write and map the store's blobs (`Blob.shared`, in `shared.py`).
 - `is_durable`: flushed blobs outlive the process, so each blob begins with the tables of its put.
 
-Each blob declares whether its bytes are in this process's memory (`is_local`). If so, the event loop reads and writes
-the bytes through `view`. Otherwise, threads read the bytes and `BlobStore.write` writes them.
+Each blob declares whether its bytes are in this process's memory (`is_local`). The event loop reads and writes the
+bytes of a local blob through `view`. The bytes of other blobs are read by threads and written by `BlobStore.write`.
 
-Memory is reused, because mapping new memory costs more than copying into existing memory.
+Memory is reused because mapping new memory costs more than copying into existing memory.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Blob:
         store: store that allocates the blob.
         size: allocated size in bytes.
         memory: memory of at least `size` bytes that contains the blob. The memory is empty if the blob is not local.
-        backing: object that is returned to the store's pool when the blob is freed, if any.
+        backing: object, if any, that is returned to the store's pool when the blob is freed.
 
     Attributes:
         is_local: whether the bytes are in this process's memory.
@@ -179,8 +179,8 @@ class Blob:
         """Receive bytes into a range of the blob. Threads may fill different ranges while the blob is pinned.
 
         Args:
-            start: start of the range.
-            end: end of the range.
+            start: position of the first byte in the range.
+            end: position after the last byte in the range.
             receive: function that fills a buffer with the next bytes of the range. The function may raise any error.
 
         Raises:
@@ -189,7 +189,7 @@ class Blob:
         receive(self.view()[start:end])
 
     def read_back(self, start: int) -> Iterator[tuple[int, memoryview]]:
-        """Read back all filled bytes from `start` onward in a thread, and add them to the checksum, if any.
+        """Read back all filled bytes from `start` onward in a thread, and add them to the checksum if the blob has one.
 
         Yields:
             The start and the bytes of each chunk, in order.
@@ -425,7 +425,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
 
 
 class ThreadedStore(PooledStore[RemovableT]):
-    """A pooled store that creates backings in threads, because creating a backing is slow."""
+    """A pooled store that creates backings in threads because creating a backing is slow."""
 
     _executor: ThreadPoolExecutor
 

@@ -1,9 +1,9 @@
 """Segments, which are reusable files that each contain the bytes of one put.
 
 A file is created with its full capacity allocated. If the disk is full, only puts that need a new file fail. Threads
-read and write the files, which are never mapped. An unreadable page or a truncated file therefore makes only a single
-read fail, instead of killing the process (SIGBUS) as it would with a mapped file. The tables of puts are also kept in
-memory. File names are numbers assigned by this service, never text chosen by a client.
+read and write the files, which are never mapped. If a file is truncated or a page is unreadable, only a single read
+fails. With a mapped file, the process would be killed (SIGBUS). The tables of puts are also kept in memory. File names
+are numbers assigned by this service, never text chosen by a client.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
     # Durability
 
     async def flush(self, blob: Blob) -> None:
-        """Wait until a blob is on disk, if `sync` is set. The sync continues even if the caller is cancelled."""
+        """If `sync` is set, wait until a blob is on disk. The sync continues even if the caller is cancelled."""
         if isinstance(blob, SegmentBlob) and self._sync:
             await in_thread(self._executor, blob.backing.sync, pinned=[blob])
 

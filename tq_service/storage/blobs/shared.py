@@ -1,8 +1,8 @@
 """Blobs in memory that clients on this host map: regions created by the service, and memfds sealed by clients.
 
-Reusing a region is fast, because its pages and the page tables of the processes that map the region already exist. A
-region is reused only when no process can still read or write its bytes. Leases held by sessions determine when a region
-can be reused:
+Reusing a region is fast because its pages already exist, as do the page tables of the processes that map it. A region
+is reused only when no process can still read or write its bytes. Leases held by sessions determine when a region can be
+reused:
 
     blob allocated -> region in use -> blob freed, no lease left ---------------------------------> pooled -> used again
                                     -> blob freed, leased -> last lease released ------------------> pooled, or dropped
@@ -136,8 +136,8 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
     """A store of blobs in regions.
 
     If a blob is freed while its region is leased, the region counts as used until its leases have ended. If the used
-    bytes exceed `max_bytes` earlier, leased regions of freed blobs are abandoned in the order in which the blobs were
-    freed. The memory of an abandoned region no longer counts as used.
+    bytes exceed `max_bytes` before then, leased regions of freed blobs are abandoned in the order in which the blobs
+    were freed. The memory of an abandoned region no longer counts as used.
 
     Args:
         max_bytes: number of used bytes above which regions are abandoned, or None for no limit.

@@ -32,7 +32,7 @@ class Admission:
         reserve_share: share of the quota that is reserved for columns of existing rows.
         clock: time source for deadlines.
         on_shortage: function called when the first waiting put does not fit. The callback may `release` bytes.
-        memory_bytes: maximum number of bytes in memory, within the quota. None allows the full quota.
+        memory_bytes: maximum number of used bytes that may be in memory. None allows the full quota.
 
     Attributes:
         spilled_bytes: number of bytes that count toward the quota but are stored only in a mirror.
@@ -106,7 +106,7 @@ class Admission:
         waiter.granted.result()
 
     def drain(self) -> None:
-        """End all waits with an error, and reject new waits, because the service is about to stop."""
+        """End all waits with an error and reject new waits because the service is about to stop."""
         self._is_draining = True
         self._end_waits()
 

@@ -1,4 +1,4 @@
-"""A single put, while being received and once stored: its columns, live cells, and the location of its bytes.
+"""A put, while it is being received and once it is stored: its columns, live cells, and the location of its bytes.
 
 The int64 tables that divide jagged and object columns into rows (offsets and extents) are stored in the index. The
 values are stored separately in a single blob, column by column, as received. A blob that outlives the process begins
@@ -80,7 +80,7 @@ class RowSet:
     Attributes:
         rows: indices of the stored rows in ascending order, or None for all rows of the put.
         stored_count: number of stored rows.
-        live: mask of the stored rows that are live, of shape `(stored_count,)`, or None if all rows are live.
+        live: mask of shape `(stored_count,)` that selects the live rows, or None if all rows are live.
         live_count: number of live rows.
     """
 
@@ -165,16 +165,16 @@ class StoredColumn:
         self.table_at = self.values_at = 0  # set by the put
 
     def table(self, tables: Tables) -> Rows:
-        """Return the row offsets followed by the row extents, as one array. Not applicable to dense columns."""
+        """Return one array with the row offsets followed by the row extents. Not applicable to dense columns."""
         stored = self.row_set.stored_count
         return np.frombuffer(tables, np.int64, stored + 1 + stored * extent_count(self.spec), self.table_at)
 
     def offsets(self, tables: Tables) -> Rows:
-        """Return the row starts and the last row's end, of shape `(stored + 1,)`. Not applicable to dense columns."""
+        """Return the row starts and the last row's end as a `(stored + 1,)` array. Not applicable to dense columns."""
         return self.table(tables)[: self.row_set.stored_count + 1]
 
     def extents(self, tables: Tables) -> Rows:
-        """Return the stored rows' extents, of shape `(stored, extents per row)`. Not applicable to dense columns."""
+        """Return the stored rows' extents as a `(stored, extents per row)` array. Not applicable to dense columns."""
         stored = self.row_set.stored_count
         return self.table(tables)[stored + 1 :].reshape(stored, extent_count(self.spec))
 
@@ -258,7 +258,7 @@ class StoredPut:
         return self.charge_in(store) - (0 if store.is_durable else self.tables_bytes)
 
     def place(self, values: Blob, *, is_recovered: bool = False) -> None:
-        """Place the put in a blob of `blob_bytes` bytes, whose `charge` must equal the put's charge.
+        """Place the put in a blob of size `blob_bytes`, whose `charge` must equal the put's charge.
 
         After this call, fill the tables unless the put is recovered. The blob of a recovered put already contains its
         tables.
@@ -272,7 +272,7 @@ class StoredPut:
             column.values_at = self.values_at + start
 
     def share_columns(self) -> None:
-        """Share column objects with similar puts, because separate objects would need more memory than a small put."""
+        """Share column objects with similar puts because separate objects would need more memory than a small put."""
         columns = self.left_columns()
         key = [(each.spec, each.value_bytes, each.table_at, each.values_at) for each in columns]
         self.columns = _shared_columns(self.row_count, *key)
@@ -583,7 +583,8 @@ class TextCheck:
 
     Args:
         name: name of the field.
-        offsets: start of each row in the column's values, and end of the last row, of shape `(n + 1,)`.
+        offsets: array of shape `(n + 1,)` with the start of each row in the column's values and the end of the last
+            row.
         values_at: position of the column's values in the put's blob.
 
     Attributes:
@@ -653,7 +654,7 @@ class PendingPut:
     Threads or other processes may also write to the blob directly and then call `end_filling`.
 
     A put first waits for capacity, is then open, and is finally done. A put can be aborted in any state except done.
-    The call that reserved a put aborts the put unless it is done. A newer stream for the same put aborts the older
+    The call that reserved a put aborts it unless the put is done. A newer stream for the same put aborts the older
     stream, whose next call raises an error.
 
     Args:

@@ -12,10 +12,10 @@ Lifecycle of a put in its storage service:
 A controller in another process commits a put when it receives the put's receipt, and confirms the put to the storage
 service shortly afterward. An overdue put may therefore already be committed, so the storage service asks the controller
 before dropping it. Once a controller has answered that it does not know a put, the controller must not commit that put.
-Two timestamps prevent a commit after such an answer. A receipt contains the time at which it was issued, and the
-storage service's query contains the time from which receipts are valid. If a client retries a put after half of the
-put's waiting time, the put starts waiting again with a new receipt. `server/puts.py` describes the controller's side
-and explains why no put is lost.
+Two timestamps prevent the controller from committing a put after such an answer. A receipt contains the time at which
+it was issued, and the storage service's query contains the time from which receipts are valid. If a client retries a
+put after half of the put's waiting time, the put starts waiting again with a new receipt. `server/puts.py` describes
+the controller's side and explains why no put is lost.
 
 If the store outlives the process (`PutJournal`), records are written in this order:
 
@@ -80,7 +80,7 @@ _spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # puts share a small number o
 
 
 class PutState(Enum):
-    """Commit state of a complete put, from the storage service's point of view."""
+    """Commit state of a complete put, as known to the storage service."""
 
     WAITING = "waiting"  # the put waits for its commit
     RECOVERED = "recovered"  # the put is from an earlier process and may have been committed
@@ -122,9 +122,9 @@ class RecoveredPut(NamedTuple):
 class PutTable(Mapping[bytes, StoredPut]):
     """A mapping of complete puts by id, which also tracks the puts that are not known to be committed.
 
-    Recovered puts are loaded on demand, because many are never read. A recovered put can become overdue only after its
+    Recovered puts are loaded on demand because many are never read. A recovered put can become overdue only after its
     controller has listed its puts, because the controller may be down for a long time. Packed puts are unpacked for
-    each access, but remain packed in the table. Puts are spread over many small dicts, so that the table can be
+    each access, but remain packed in the table. Puts are spread over many small dicts so that the table can be
     traversed in slices while puts are added and removed.
 
     Args:
@@ -218,7 +218,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._waiting[put_id] = self.clock()
 
     def confirm(self, put_id: bytes) -> None:
-        """Stop waiting for the confirmation of a put, because the put is committed or removed."""
+        """Stop waiting for the confirmation of a put that has been committed or is being removed."""
         self._waiting.pop(put_id, None)
         self._recovered.discard(put_id)
 
@@ -331,7 +331,7 @@ class Residents:
             self._kept_until[put_id] = 0.0
 
     def use(self, put_ids: Iterable[bytes]) -> None:
-        """Keep puts in memory for ten seconds, because they are about to be read. Puts outside memory are ignored."""
+        """Keep puts in memory for ten seconds because they are about to be read. Puts outside memory are ignored."""
         if self._can_spill:
             for put_id in put_ids:
                 if self._kept_until.pop(put_id, None) is not None:
@@ -359,7 +359,7 @@ class Residents:
 
 @dataclass(slots=True, eq=False)
 class Reconciliation:
-    """Progress of comparing an engine's puts with a controller's list.
+    """Progress of the comparison between an engine's puts and a controller's list.
 
     Other calls may confirm and free puts during the comparison.
 
@@ -445,12 +445,12 @@ class Backing(Generic[SourceT]):
     The base class itself preserves nothing. Instances are confined to the engine's event loop.
 
     Args:
-        store: store for the bytes of puts, except puts in shared memory.
+        store: store for the bytes of all puts except those in shared memory.
 
     Attributes:
-        store: store for the bytes of puts, except puts in shared memory.
-        damaged: puts whose bytes are lost, each with a reason. Puts that have not been verified yet may also be
-            damaged.
+        store: store for the bytes of all puts except those in shared memory.
+        damaged: ids of puts whose bytes are lost, each mapped to a reason. Puts that have not been verified yet may
+            also be damaged.
         may_fetch: function that returns whether there is enough memory to fetch puts that no reader has requested.
         fetch_error: reason why the last fetch failed.
         on_recovered: function called with puts to add to the engine. The puts are from an earlier process or a lost
@@ -484,7 +484,7 @@ class Backing(Generic[SourceT]):
         """Wait until a put's bytes would survive a crash of this process. Call this before finishing the put.
 
         Args:
-            pending: a put whose bytes are fully written.
+            pending: put whose bytes have all been written.
             deadline: when to stop waiting, on the engine's clock. None means no deadline.
         """
 
@@ -531,7 +531,7 @@ class Backing(Generic[SourceT]):
         return False
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put if the engine has only the put's id and owner in memory, otherwise None."""
+        """If only a put's id and owner are in memory, return the put's partition. Otherwise, return None."""
         return None
 
     def stat(self, spilled_bytes: int = 0) -> MirrorStatus | None:
@@ -565,7 +565,10 @@ class Backing(Generic[SourceT]):
                 raise UnavailableError(f"put {put_id.hex()} cannot be read now ({self.fetch_error}); try again")
 
     async def scrub(self) -> None:
-        """Load and verify all recovered puts at a limited rate. Puts with cells to free come first, without pauses."""
+        """Load and verify all recovered puts at a limited rate.
+
+        Puts with cells to free come first and are loaded without pauses.
+        """
         while waiting := self._to_free or self._to_scrub:
             self._has_to_free.clear()
             put_id = next(iter(waiting))
@@ -583,7 +586,7 @@ class Backing(Generic[SourceT]):
         return _LEAST_PAUSE_SECONDS
 
     def fetch_to_free(self, put_id: bytes) -> None:
-        """Schedule an unfetched put to be fetched next in the background, because some of its cells must be freed."""
+        """Schedule an unfetched put to be fetched next in the background because some of its cells must be freed."""
         self._to_free[put_id] = None
         self._has_to_free.set()
 
@@ -640,10 +643,9 @@ class PutStored:
         row_sets: distinct row sets of the columns, as ascending row indices. None stands for all rows.
         freed_names: names of the freed columns.
         size_bytes: size of the tables and values in bytes.
-        segment: number of the file that contains the tables and values, or 0 if the tables and values follow the record
-            in the journal.
+        segment: number of the file that contains the tables and values, or 0 if they follow the record in the journal.
         checksum: XXH3 checksum of the file's contents.
-        for_existing_rows: whether the put must not create new samples.
+        for_existing_rows: whether the put may add columns only to existing samples.
         owner: controller that owns the put.
     """
 

@@ -63,7 +63,7 @@ _LEAST_MEAN_SLICE_BYTES: Final = 4 << 10
 _MOST_NAMED: Final = 5
 
 Runs: TypeAlias = Rows | slice
-"""A selection of runs, either their positions or a slice that selects all runs."""
+"""A selection of runs: either an array of their positions or a slice that selects all of them."""
 
 Octets: TypeAlias = NDArray[np.uint8]
 Unreadable: TypeAlias = Callable[[bytes, Blob, OSError], TqError]
@@ -112,7 +112,7 @@ async def open_reading_in_thread(
 
 
 def is_light_read(runs: Sequence[CellRuns], slices: Sequence[RowSlice] = ()) -> bool:
-    """Return whether a read covers few enough cells to find them on the event loop."""
+    """Return whether a read covers so few cells that they can be found on the event loop."""
     if any(part.HasField("second") for part in slices):
         return False  # such a slice creates a separate piece for each token
     range_count = sum(max(len(part.starts), len(part.chunks)) for part in slices)
@@ -121,7 +121,7 @@ def is_light_read(runs: Sequence[CellRuns], slices: Sequence[RowSlice] = ()) -> 
 
 
 def _cuts(slices: Sequence[RowSlice], runs: Sequence[CellRuns], row_count: int) -> dict[str, RowCut]:
-    """Return the requested parts of rows by field, for fields that are not read in full.
+    """For each field that is not read in full, return the requested parts of its rows.
 
     Raises:
         InvalidArgumentError: a slice is invalid, its field is not read, or its field has two slices.
@@ -467,7 +467,7 @@ def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows,
 class Spans:
     """The location of a column's bytes, as slices.
 
-    Each slice is defined by a put, and by a start and a size in the put's blob.
+    Each slice is defined by a put and by a start and size in the put's blob.
 
     The size of each slice, and the distances between starts within a put, are multiples of `unit` bytes.
     """
@@ -655,7 +655,7 @@ class UnreadableError(Exception):
 
 
 def _unit_of(spec: FieldSpec) -> int:
-    """Return a number of bytes that divides the size and the start of each row of a field."""
+    """Return a number of bytes that evenly divides the size and the start of every row in a field."""
     row_bytes = fixed_row_bytes(spec)
     return row_bytes if row_bytes and row_bytes <= _SMALL_BYTES else spec.itemsize
 
@@ -753,7 +753,7 @@ class Move:
     Attributes:
         put_id: id of the put.
         freed: cells of the put that were freed during the move.
-        is_given_up: whether to stop copying, because the put was removed or the engine is closed.
+        is_given_up: whether copying should stop because the put was removed or the engine was closed.
     """
 
     def __init__(self, put_id: bytes, put: StoredPut) -> None:

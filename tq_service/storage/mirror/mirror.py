@@ -6,7 +6,7 @@
 Freeing rows and compacting puts affect only memory. An object is removed when the last of its puts is dropped.
 Therefore, a storage service that was wrongly declared dead cannot destroy data that its successor has taken over.
 
-Puts that were taken over from a lost storage service are unfetched: only their id, owner and partition are known.
+Puts that were taken over from a lost storage service are unfetched: only their ids, owners and partitions are known.
 Unfetched puts are fetched when they are first read, or in the background. Spilled puts, whose bytes are no longer in
 memory, are fetched when they are read or when some of their cells must be freed.
 """
@@ -341,8 +341,8 @@ class Mirror(Backing[PutObject]):
     def take_over(self, objects: Iterable[PutObject]) -> int:
         """Take over the puts of a lost engine, and return the number of puts.
 
-        If several objects contain the same put, the last object is used. The bytes are fetched when the put is first
-        read, or by `scrub`.
+        If several objects contain the same put, the last object is used. The bytes are fetched by the first read of the
+        put or by `scrub`.
         """
         puts: dict[bytes, RecoveredPut] = {}
         for stored in objects:

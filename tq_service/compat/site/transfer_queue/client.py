@@ -1,4 +1,4 @@
-"""`TransferQueueClient`, which provides TransferQueue's sync and `async_...` calls and sends them to the service.
+"""`TransferQueueClient`, which sends TransferQueue's sync and `async_...` calls to the service.
 
 Each call is implemented once, as a coroutine method of `Calls`. With an `AsyncClient`, the caller awaits the coroutine.
 With a `Client`, whose calls never suspend, `finished` runs the coroutine to completion.
@@ -68,12 +68,12 @@ class Asking:
     """Options that `get_meta` uses to claim batches.
 
     Attributes:
-        sampler: the sampler that chooses the samples for a batch.
+        sampler: chooses the samples for each batch.
         sample: function that requests a batch from a custom sampler in the controller. None if this process cannot call
             custom samplers.
         polling_mode: whether `get_meta` returns an empty batch if too few samples are ready. If False, `get_meta`
             raises an error instead.
-        wait_seconds: maximum time to wait for samples, in seconds.
+        wait_seconds: maximum number of seconds to wait for samples.
     """
 
     sampler: BaseSampler
@@ -88,11 +88,10 @@ class Calls:
     Args:
         client: an `AsyncClient`, or a `Client` wrapped in `Awaitables`.
         asking: options for `get_meta`.
-        run: function that calls a blocking function and returns its result. For async clients, the blocking function
-            runs in a thread.
+        run: function that makes a blocking call and returns its result. For async clients, the call runs in a thread.
 
     Attributes:
-        wait_seconds: maximum time that `get_meta` waits for samples, in seconds; initially the value in `asking`.
+        wait_seconds: maximum number of seconds that `get_meta` waits for samples; initially the value in `asking`.
     """
 
     def __init__(self, client: Any, *, asking: Asking, run: Callable[..., Awaitable[Any]]) -> None:
@@ -116,8 +115,7 @@ class Calls:
 
         Raises:
             RuntimeError: too few samples were ready in time. In polling mode, the batch is empty instead.
-            StorageKeyNotFoundError: a rank repeated its request for a batch, but some samples of the batch have been
-                cleared.
+            StorageKeyNotFoundError: a rank requested a batch again after some of its samples were cleared.
         """
         if mode == "insert":
             return of_samples(await self._client.insert(partition_id, batch_size), data_fields)
@@ -200,7 +198,7 @@ class Calls:
             data: the fields, with one row per sample.
             metadata: batch of existing samples. The call also adds the fields to this batch.
             partition_id: partition for new samples, if `metadata` is None.
-            data_parser: function that modifies a dict of the columns in place. The function runs in this process before
+            data_parser: function that modifies the columns, passed as a dict, in place. It runs in this process before
                 the put.
 
         Raises:
@@ -222,7 +220,7 @@ class Calls:
         return metadata.add_fields(data)
 
     async def _put(self, target: str | tq.BatchMeta, data: TensorDict | None, **more: Any) -> tq.BatchMeta:
-        """Put columns. If the columns do not match existing fields, convert the columns and retry."""
+        """Put columns. If the columns do not match existing fields, convert them and retry."""
         try:
             return await self._client.put(target, data, **more)
         except tq.errors.FieldMismatchError:
@@ -315,7 +313,7 @@ class Calls:
         return of_samples(await self._lookup(partition_id, keys=names))
 
     async def kv_retrieve_keys(self, global_indexes: Sequence[int] | int, partition_id: str) -> list[str | None]:
-        """Return the keys of samples, with None for samples without a key.
+        """Return the keys of samples, with None for each sample that has no key.
 
         Raises:
             RuntimeError: the partition does not exist.
@@ -328,7 +326,7 @@ class Calls:
         return [key_of.get(index) for index in indexes]
 
     async def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Row]]:
-        """Return the tags of the samples, by partition and key, for one partition or all partitions."""
+        """Return the samples' tags by partition and key, for one partition or for all."""
         names = [partition_id] if partition_id is not None else await self.get_partition_list()
         metas = [await self._lookup(name) for name in names]
         listed = {name: meta for name, meta in zip(names, metas, strict=True) if meta.incarnation}
@@ -461,7 +459,7 @@ class Calls:
         return meta
 
     def _samples(self, metadata: BatchMeta) -> list[tuple[list[int], tq.BatchMeta]]:
-        """Group the samples of a batch by partition, with the position of each sample in the batch."""
+        """Group a batch's samples by partition, together with their positions in the batch."""
         indexes = np.asarray(metadata.global_indexes, np.int64)
         return [
             (
@@ -503,7 +501,7 @@ def _schema_of(spec: tq.FieldSpec | None) -> Row:
 
 
 def _expected(total_count: int) -> int:
-    """Return how many samples a partition needs to be complete."""
+    """Return the number of samples in a complete partition."""
     return max(total_count, int(os.environ.get("TQ_PRE_ALLOC_SAMPLE_NUM", "1")))
 
 
@@ -633,7 +631,7 @@ class TransferQueueClient:
         **reached: further client options: `namespace`, `timeout`, `token` and `insecure`.
 
     Attributes:
-        client_id: name of this client, for use in logs.
+        client_id: name of this client in logs.
         address: address of the service.
     """
 
@@ -661,7 +659,7 @@ class TransferQueueClient:
         return partial(TransferQueueClient, **{**self._options, "asking": asking})
 
     def wait_at_most(self, seconds: float) -> None:
-        """Set the maximum time, in seconds, for which later `get_meta` calls wait for samples."""
+        """Set the maximum number of seconds that later `get_meta` calls wait for samples."""
         self.sync_calls.wait_seconds = self.async_calls.wait_seconds = seconds
 
     def close(self) -> None:
@@ -670,7 +668,7 @@ class TransferQueueClient:
 
 
 def _add_forms(name: str) -> None:
-    """Add a method of `Calls` to the client as a sync method and an awaitable method."""
+    """Add a method of `Calls` to the client, in sync and awaitable form."""
 
     def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
         return finished(getattr(client.sync_calls, name)(*arguments, **keywords))

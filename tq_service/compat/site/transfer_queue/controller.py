@@ -1,4 +1,4 @@
-"""State shared by the processes of a run: the sampler and the service, which the run may have started."""
+"""State shared by the processes of a run: the sampler, and the service if the run started one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transfer_queue.sampler import BaseSampler, Config, Indexes, Sampled, claim_
 from transfer_queue.storage import StorageKeyNotFoundError
 
 OWN_CHECKPOINT_DIR: Final = "/"
-"""The `checkpoint_dir` of a service started for a run. The root directory lets the run write checkpoints anywhere."""
+"""The `checkpoint_dir` of a service started for a run: the root directory, so that checkpoints can go anywhere."""
 
 
 def setting(conf: Any, *names: str, default: Any = None) -> Any:
@@ -39,8 +39,8 @@ class Run:
         conf: configuration used to start the run.
         address: address of the service. If empty, the run starts a service.
         namespace: namespace of the run's partitions. If empty, the run uses no namespace.
-        sampler: sampler that chooses the samples of a batch.
-        service: settings for a service started by the run.
+        sampler: chooses the samples for each batch.
+        service: settings for the service, if the run starts it.
         token: token for the service. If None, each process reads the token from its environment.
         is_service_owned: whether the service was started for the run.
     """
@@ -84,7 +84,7 @@ class KnownPartition:
 
 @dataclass(slots=True)
 class _Remembered:
-    """State of a partition that a sampler has used. `last_given` is the highest index that the sampler has chosen."""
+    """Stored state of a partition. `last_given` is the highest index that the sampler has chosen from the partition."""
 
     incarnation: bytes
     last_given: int = -1
@@ -138,11 +138,11 @@ class TransferQueueController:
         return self._run.filled_conf()
 
     def sample(self, batch_size: int, config: Config, **claim: Any) -> BatchMeta:
-        """Let the sampler choose the samples for a batch, claim the samples to consume, and return the batch.
+        """Have the sampler choose samples for a batch, claim those to be consumed, and return the batch.
 
-        Samplers may have state, so only one call runs at a time. When a partition is cleared, the sampler's cache for
-        the partition is cleared too. The cache is also cleared if all samples chosen from the partition were cleared,
-        because the sampler would choose the same samples again.
+        Samplers may be stateful, so only one call runs at a time. Clearing a partition also clears the sampler's cache
+        for it. The cache is also cleared if all the chosen samples have been cleared; otherwise, the sampler would
+        choose them again.
 
         Args:
             batch_size: number of samples in the batch.
@@ -211,7 +211,7 @@ class TransferQueueController:
 
     @classmethod
     def options(cls, **options: Any) -> Any:
-        """Return the class as a Ray actor class with the given options."""
+        """Return this class as a Ray actor class with the given options."""
         return sys.modules["ray"].remote(cls).options(**options)
 
 

@@ -44,7 +44,7 @@ class _Batch(ABC):
         return self.size
 
     def _reorder(self, indexes: Sequence[int]) -> None:
-        """Reorder the samples in place. `indexes` lists the current positions of the samples in the new order.
+        """Reorder the samples in place. `indexes[i]` is the current position of the sample to move to position `i`.
 
         Raises:
             ValueError: `indexes` does not contain each position exactly once.
@@ -77,7 +77,7 @@ class BatchMeta(_Batch):
             of each field.
         production_status: int8 array of shape `(n,)` that is 1 for each sample with all fields and 0 for the others.
         extra_info: additional values for the batch.
-        custom_meta: one mapping per sample.
+        custom_meta: user metadata of the samples, as one mapping per sample.
     """
 
     _PER_SAMPLE = ("global_indexes", "partition_ids", "production_status", "custom_meta")
@@ -180,7 +180,7 @@ class BatchMeta(_Batch):
         return _copied(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
-        """Merge one mapping per sample into `custom_meta`. Call `set_custom_meta` or `put` to write the result.
+        """Merge one mapping per sample into `custom_meta`. Call `set_custom_meta` or `put` to write it to the service.
 
         Raises:
             ValueError: the number of mappings differs from the number of samples.
@@ -253,11 +253,11 @@ class BatchMeta(_Batch):
         raise TypeError(f"the index has type {type(item).__name__}; expected an integer or a slice")
 
     def chunk_by_partition(self) -> list[BatchMeta]:
-        """Split the batch by partition. Batches are in order of each partition's first sample."""
+        """Split the batch by partition. The batches are ordered by the first sample of each partition."""
         return [self._of(positions) for positions in positions_of(self.partition_ids).values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
-        """Merge the fields of two batches with the same samples. `other` takes precedence for fields in both.
+        """Merge the fields of two batches with the same samples. For fields in both batches, `other` takes precedence.
 
         Raises:
             ValueError: `other` has different samples.
@@ -317,10 +317,10 @@ class SampleView(NamedTuple):
 
     Attributes:
         global_index: index of the sample.
-        partition_id: partition of the sample.
+        partition_id: partition that contains the sample.
         production_status: 1 if the sample has all fields, otherwise 0.
-        custom_meta: custom metadata of the sample.
-        fields: schema of each field in the batch.
+        custom_meta: user metadata attached to the sample.
+        fields: schemas of the batch's fields.
     """
 
     global_index: int
@@ -336,8 +336,8 @@ class KVBatchMeta(_Batch):
 
     Attributes:
         keys: unique keys of the samples.
-        tags: one mapping per sample.
-        partition_id: partition of the samples, if known.
+        tags: user metadata of the samples, as one mapping per sample.
+        partition_id: partition that contains the samples, if known.
         fields: names of the fields that all samples have; None if unknown.
         extra_info: additional values for the batch.
     """

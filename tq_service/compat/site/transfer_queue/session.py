@@ -32,7 +32,7 @@ class Session:
 
     Attributes:
         run: state shared by all processes of the run.
-        client: client for the service.
+        client: this process's client for the service.
         controller: a `TransferQueueController`, or a Ray handle to one.
         call: function that calls a method of the controller by name, with the given arguments.
         ray: the `ray` module if the controller is a Ray actor, otherwise None.

@@ -25,7 +25,7 @@ _FIRST_PAUSE_SECONDS: Final = 0.01
 TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL: Final = float(
     os.environ.get("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", "1")
 )
-"""Maximum seconds between two checks for a batch. If samples become ready earlier, the next check follows at once."""
+"""Maximum number of seconds between checks for a batch. The next check comes sooner if samples become ready."""
 
 
 class StreamingDataset(data.StreamingDataset[Any]):
@@ -50,7 +50,7 @@ class StreamingDataset(data.StreamingDataset[Any]):
     Attributes:
         config, batch_size, micro_batch_size, data_fields, task_name, dp_rank, should_check_consumption_status,
             fetch_batch_fn, process_batch_fn: values of the constructor arguments of the same names.
-        sampling_config: the `sampling_config` passed to `fetch_batch_fn`.
+        sampling_config: mapping passed to `fetch_batch_fn`.
 
     Raises:
         ValueError: an argument is invalid.
@@ -106,17 +106,17 @@ class StreamingDataset(data.StreamingDataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """A wrapper that the loader calls to fetch a batch with the user's fetch function or the default."""
+    """A wrapper that the loader calls to fetch a batch with either the user's function or the default."""
 
     fetch_batch_fn: Callable[..., Any]
     sampling_config: Mapping[str, Any]
 
     def __call__(self, *, client: TransferQueueClient, batch_index: int, finite: bool, **asked: Any) -> Any:
-        """Return a batch and its meta. The batch is None if the data has ended or no batch is ready yet.
+        """Return a batch and its meta. The batch is None if no data remains or no batch is ready yet.
 
-        A finite pass checks for a batch immediately, and then after pauses that double each time. Frequent checks are
-        necessary because other ranks may claim the last samples at any time. A replica that asks late still receives
-        its last batch.
+        A finite pass checks for a batch immediately, then after pauses of increasing length. Frequent checks are
+        necessary because other ranks may claim the last samples at any time. A replica still receives its last batch
+        even if it asks late.
         """
         pause, pauses_until = 0.0, time.monotonic() + TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL
         if not finite:
@@ -164,7 +164,7 @@ def chunk_batch_fn(
 ) -> list[tuple[TensorDict, BatchMeta]]:
     """Split a batch into micro-batches, each with its meta.
 
-    Each micro-batch has `micro_batch_size` rows, except that the last micro-batch may be smaller.
+    Each micro-batch has `micro_batch_size` rows; the last may have fewer.
 
     Raises:
         ValueError: the batch has fewer than `micro_batch_size` rows.

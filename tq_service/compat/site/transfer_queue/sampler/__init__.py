@@ -1,6 +1,6 @@
 """TransferQueue's samplers. The service implements the built-in samplers. Custom samplers run in the run's controller.
 
-A custom sampler is a subclass of `BaseSampler` whose method `sample` is called for one batch at a time. In a Ray
+A custom sampler is a subclass of `BaseSampler`. Its method `sample` is called for one batch at a time. In a Ray
 cluster, the actor shared by all processes of the run calls `sample`. Otherwise, the process that requests the batch
 calls `sample`.
 """
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class BaseSampler(ABC):
-    """Base class of samplers. A sampler chooses the samples to return as a batch, and the samples to consume.
+    """Base class of samplers. A sampler chooses which samples to return as a batch and which to consume.
 
     `_states` stores the sampler's choices by partition, task, rank and batch until the partition is cleared, so that a
     rank can repeat a request.
@@ -36,10 +36,10 @@ class BaseSampler(ABC):
 
     @abstractmethod
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Return the samples for a batch and the samples to consume, or two empty lists if too few samples are ready.
+        """Return the samples for a batch and those to consume, or two empty lists if too few samples are ready.
 
         Args:
-            ready_indexes: indexes of samples that have all requested fields and that the task has not consumed.
+            ready_indexes: indexes of the task's unconsumed samples that have all requested fields.
             batch_size: number of samples in the batch.
             *args: unused.
             **kwargs: `partition`, an object with `partition_id` and `get_custom_meta(indexes)`, which returns a dict of
@@ -52,7 +52,7 @@ class BaseSampler(ABC):
         return self.sample(*args, **kwargs)
 
     def has_cached_result(self, partition_id: str, task_name: str, sampling_config: Config | None = None) -> bool:
-        """Return whether `_states` already contains the batch requested by a rank."""
+        """Return whether `_states` already contains the batch that a rank requests."""
         config = sampling_config or {}
         known = self._states.get(partition_id, {}).get(task_name, {}).get(config.get("dp_rank"), {})
         return config.get("batch_index") in known
@@ -75,7 +75,7 @@ class BaseSampler(ABC):
         return tasks.setdefault(task_name, {}).setdefault(dp_rank, {})
 
     def _recalled(self, batches: dict[Any, Sampled], batch_index: Any, choose: Callable[[], Indexes]) -> Sampled:
-        """Return the stored choice for a batch, or make a choice and store it.
+        """Return the stored choice for a batch, or make and store one.
 
         If no choice is possible, return two empty lists.
         """
@@ -98,7 +98,7 @@ class SequentialSampler(BaseSampler):
 
 
 class RankAwareSampler(BaseSampler):
-    """A sampler that chooses the next samples for each batch of a rank.
+    """A sampler that gives each rank the next ready samples.
 
     All replicas of a rank get the same samples.
     """
@@ -184,9 +184,9 @@ class GRPOGroupNSampler(BaseSampler):
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """A sampler that chooses complete groups for all ranks at once and gives the ranks similar token counts.
+    """A sampler that chooses complete groups for all ranks at once and balances their token counts.
 
-    Token counts are the `total_lengths` values in the custom_meta of the samples.
+    The token count of a sample is the value of `total_lengths` in its custom_meta.
 
     Args:
         n_samples_per_prompt: number of samples per group.

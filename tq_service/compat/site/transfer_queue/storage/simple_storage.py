@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 
 class StorageKeyNotFoundError(KeyError):
-    """Raised if a sample was cleared before its data was read. Programs that clear while reading catch this error."""
+    """Raised if a sample was cleared before its data was read. Programs that read and clear concurrently catch it."""
 
 
 class SimpleStorageUnit:
