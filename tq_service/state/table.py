@@ -12,7 +12,7 @@ Taking a column snapshot does not copy any values. While a snapshot is being rea
 the blocks that it modifies. A block contains a few thousand values, regardless of the length of the column.
 
 A `RowTable` contains rows ordered by global index. Removing a row leaves a gap. When there are more gaps than rows,
-each step that adds or removes rows also closes some gaps by moving rows forward. Such a step examines a few thousand
+each step that adds or removes rows also closes some gaps by moving rows forward. Such a step examines 16,384
 positions or twice the number of added or removed rows, whichever is larger. Every step is therefore short, and the gaps
 are closed before the table grows much. A gap keeps its index, so the rows around it can still be found by binary
 search. The index at a moved row's old position is set to -1. A reader in another thread can pin the rows (`pinned`) to

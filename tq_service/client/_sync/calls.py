@@ -279,7 +279,7 @@ class Base:
 
     @property
     def namespace(self) -> str:
-        """The part of the client's full partition names before the "/". Empty if the client has no namespace."""
+        """The part before the "/" in the client's full partition names. Empty if the client has no namespace."""
         return self._namespace.name
 
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
@@ -324,7 +324,7 @@ class Base:
         return answer.acked_count
 
     def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
-        """Return the fields of a partition by name."""
+        """Return a dict of a partition's fields, keyed by name."""
         request = pb.DescribePartitionRequest(partition_id=full_partition_id)
         answer = self._calls.unary(pb.DescribePartitionResponse, request, deadline)
         return {field.spec.name: decode_spec(field.spec) for field in answer.fields}
@@ -332,7 +332,7 @@ class Base:
     def _pages(
         self, kind: type[Response], request: Any, deadline: Deadline, first: Response | None = None
     ) -> Iterator[Response]:
-        """Yield the pages of a list, with one call per page. `first` is the first page, if already received."""
+        """Yield the pages of a list, making one call per page. `first` is the first page, if already received."""
         answer: Any = first
         while True:
             if answer is None:

@@ -183,14 +183,14 @@ class ClaimCalls(Base):
             dp_size: number of data-parallel ranks.
             batch_index: index of the batch, starting at 0 in each epoch.
             batch_count: for ranks, the maximum number of batches to claim, from 1 to 64. The call claims the batch at
-                `batch_index` and any following batches that are already ready. If None, the call claims and returns a
-                single batch. A batch claimed early cannot include samples that arrive later, so claim only batches that
-                will be used soon.
+                `batch_index` and any subsequent batches that are ready. If None, the call claims and returns a single
+                batch. A batch claimed early cannot include samples that arrive later, so claim only batches that will
+                be used soon.
             drop_last: whether to drop the last batch if it is incomplete.
             where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
                 claimed. The operators are ==, !=, <, <=, >, >= and "in" (with a list of values). With <, <=, > and >=,
                 the value can also be a `Published` object.
-            order_by: custom_meta columns by which to sort the ready samples. "-column" sorts in descending order.
+            order_by: custom_meta columns used to sort the ready samples. "-column" sorts in descending order.
             finite: whether to return the status "end" when all samples inserted so far are consumed, even if the
                 partition is not sealed.
             incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
@@ -207,41 +207,42 @@ class ClaimCalls(Base):
             max_uses: number of deliveries to the task after which a sample is consumed. Until then, later batches may
                 include the sample again. With a lease, only acknowledged deliveries count. Defaults to the sampler's
                 setting, or to 1.
-            unmatched: handling of samples that do not satisfy `where`. "wait" leaves these samples in the partition.
+            unmatched: how to handle samples that do not satisfy `where`. "wait" leaves these samples in the partition.
                 "fail" and "clear" evict them: the samples are marked as failed or cleared for all tasks, even if no
                 batch is returned. Samplers that keep groups together evict entire groups. Samples that are held, leased
                 or delivered, and groups that contain one of them, are never evicted.
-            least_members: minimum number of members left in a complete group after some members have failed or been
-                cleared. Groups with fewer members are also evicted. Requires `unmatched="fail"` or `"clear"`. By
+            least_members: minimum number of members that a complete group must retain after some members have failed or
+                been cleared. Groups with fewer members are also evicted. Requires `unmatched="fail"` or `"clear"`. By
                 default, there is no minimum.
-            refill: `(partition_id, task_name)` of the task that regenerates evicted units, for example the rollout task
-                and its prompt partition. Each eviction makes one sample claimable again for this task. The key of this
-                sample is the evicted group's name or the evicted sample's key. `take_evicted` returns the outcome of
-                each refill.
-            max_refills: maximum number of times that each sample becomes claimable again in one epoch of the
+            refill: `(partition_id, task_name)` of the task that regenerates evicted units, for example a prompt
+                partition and its rollout task. Each eviction makes one sample claimable again for this task. The key of
+                this sample is the evicted group's name or the evicted sample's key. `take_evicted` returns the outcome
+                of each refill.
+            max_refills: maximum number of times that each sample can become claimable again in one epoch of the
                 regenerating task.
             totals: for ranks, up to 4 numeric custom_meta columns to sum over the batches of all ranks. Every sample in
                 the batch must have a value in each of these columns. See `BatchMeta.totals`.
-            held: for rollout workers, with `lease`, whether to claim held samples (slots lost by other workers) instead
-                of live samples. With `held`, `data_fields` may be empty.
-            admit: for rollout workers, with `lease`, the slots to create in another partition atomically with the
+            held: for rollout workers that pass `lease`, whether to claim held samples (slots lost by other workers)
+                instead of live samples. With `held`, `data_fields` may be empty.
+            admit: for rollout workers that pass `lease`, the slots to create in another partition atomically with the
                 claim. The slots are returned in `BatchMeta.admitted`. The call waits until prompts with keys are ready
                 and there is capacity for the slots of `min_batch_size` prompts. Prompts and slots share one lease, so
-                extending the lease of either also extends it for the other. A prompt is acknowledged together with its
+                extending the lease of one also extends that of the other. A prompt is acknowledged together with its
                 last slot. Releasing a prompt removes its slots.
             not_before_version: version of `policy` that must be published before the batch is planned. The call waits
-                for this version as it waits for samples. If None, the call does not wait for a version.
+                for this version in the same way as it waits for samples. If None, the call does not wait for a version.
             policy: name of the policy for `not_before_version`, within the client's namespace.
-            max_wait: maximum seconds to wait for a batch. After this time, the status is "not_yet".
+            max_wait: maximum time to wait for a batch, in seconds. After this time, the status is "not_yet".
             explain: whether a result with the status "not_yet" includes the reason (`BatchMeta.reason` and
                 `waiting_for`). To determine the reason, the service scans all samples of the partition. If None, the
                 reason is included only after a wait of 10 s or more.
-            on_wait: function to call with the reason for the wait after 10 s and then every minute, unless `explain` is
-                False. An exception raised by the function ends the call. By default, a warning is logged.
+            on_wait: function that is called with the reason for the wait, first after 10 s and then every minute,
+                unless `explain` is False. An exception raised by the function ends the call. By default, a warning is
+                logged.
             timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Returns:
-            The batch. Check the batch's `status` before using the batch: "batch", "not_yet" or "end". With
+            The batch. Before using the batch, check its `status`, which is "batch", "not_yet" or "end". With
             `batch_count`, the
             result is a list of one or more batches in order. The last batch may have the status "end". If no batch is
             ready, the list contains a single batch with the status "not_yet".
@@ -423,25 +424,25 @@ class ClaimCalls(Base):
             keys: unique keys, one per slot.
             groups: names of new groups. `group_size` slots are created per group.
             group_size: number of members per group.
-            rollouts: the rollout of each slot (see `put`), in the order of the members of `groups`. Without `groups`, a
-                slot of an existing rollout joins that rollout's group.
+            rollouts: the rollout of each slot (see `put`), in the same order as the members of `groups`. Without
+                `groups`, a slot of an existing rollout joins that rollout's group.
             custom_meta: custom_meta of each slot; see `put`.
-            lease: number of seconds after which slots that are still held are lost, up to one day.
-            on_lost: handling of lost slots. "requeue" lets other workers claim the slots with `claim(held=True)` and
+            lease: lease duration in seconds, up to one day. Slots still held when the lease expires are lost.
+            on_lost: how to handle lost slots. "requeue" lets other workers claim the slots with `claim(held=True)` and
                 continue from their data. "fail" marks the slots as failed. "remove" removes the slots.
             policy: the policy whose published version is stored as `start_version` in the custom_meta of the slots.
                 Defaults to the policy of the partition's `Admission` that sets `max_staleness`. If no `Admission` sets
                 `max_staleness`, `start_version` is not set.
-            holding: samples from one of this worker's leased claims, such as the prompt of the slots, or the rollout
-                turn that the slots continue. If the worker has lost its lease on these samples, no slots are created.
+            holding: samples from one of this worker's leased claims, such as the slots' prompt or the rollout turn that
+                the slots continue. If the worker has lost its lease on these samples, no slots are created.
             ack: whether to acknowledge the samples of `holding` and create the slots atomically. Use this option if,
                 for example, a prompt is finished once its slots exist.
-            max_wait: maximum seconds to wait for capacity. After this time, the status is "not_yet".
+            max_wait: maximum time to wait for capacity, in seconds. After this time, the status is "not_yet".
             timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Returns:
-            The slots as a leased batch. Check the batch's `status` before using the batch: "batch", "not_yet", or "end"
-            if the partition is sealed.
+            The slots as a leased batch. Before using the batch, check its `status`, which is "batch", "not_yet", or
+            "end" if the partition is sealed.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -534,7 +535,7 @@ class ClaimCalls(Base):
         Args:
             metadata: the batch returned by `claim(lease=...)`, or part of that batch. In either case, the lease of the
                 entire claim is extended.
-            lease: new lease duration, in seconds from now. The new lease may end before the current one would.
+            lease: new lease duration, in seconds from now. The new lease may end earlier than the current lease.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
@@ -695,8 +696,8 @@ class ClaimCalls(Base):
     ) -> EvictedUnits:
         """Return units evicted by a task's claims (see `unmatched` of `claim`), so that the caller can replace them.
 
-        The service stores the newest 65,536 evicted units. To read all units, repeat the call with `after` set to the
-        serial of the last unit until the result is empty.
+        The service keeps the 65,536 most recently evicted units. To read all units, repeat the call, with `after` set
+        to the last unit's serial, until the result is empty.
 
         Args:
             partition_id: the partition.

@@ -27,8 +27,8 @@ class Client(PartitionCalls, WorkCalls, PolicyCalls, WatchCalls):
     Args:
         address: "host:port", or only the host for port 50051. Defaults to the environment variable TQ_ADDRESS, or to
             localhost:50051. Invalid addresses raise InvalidArgumentError. For a cluster of controllers, pass all
-            addresses, as a list or separated by commas, or a DNS name that resolves to all addresses. The client finds
-            the current leader, and switches to the new leader after a change.
+            addresses as a list or a comma-separated string, or pass a DNS name that resolves to all of them. The client
+            finds the current leader, and switches to the new leader after a change.
         timeout: default timeout of calls in seconds.
         token: the bearer token, or the path of a file that contains the token. The file is read again whenever it
             changes. By default, the token is read from `TQ_TOKEN`, or from the file named by `TQ_TOKEN_FILE`. If False,
@@ -41,10 +41,10 @@ class Client(PartitionCalls, WorkCalls, PolicyCalls, WatchCalls):
             to full names, such as "run-7/train". Defaults to `TQ_NAMESPACE`, or to no namespace if this variable is not
             set. If False, the client has no namespace even if `TQ_NAMESPACE` is set, and sees the partitions of all
             namespaces under their full names. A batch from a client with another namespace refers to the partition in
-            the namespace of that client.
-        gathers_puts: whether to combine concurrent small puts and inserts made in one event loop, or by threads that
-            share the client, into one call. Results and errors are the same as for separate calls. If False, each put
-            is sent separately.
-        insecure: whether the token may be sent to other machines in plaintext. If False, calls that would do so raise
-            InvalidArgumentError. Defaults to `TQ_INSECURE`.
+            that client's namespace.
+        gathers_puts: whether to combine small puts and inserts into one call if tasks in an event loop, or threads that
+            share the client, make them concurrently. Results and errors are the same as for separate calls. If False,
+            each put is sent separately.
+        insecure: whether the token may be sent to other machines in plaintext. If False, a call that would send the
+            token to another machine in plaintext raises InvalidArgumentError. Defaults to `TQ_INSECURE`.
     """

@@ -104,27 +104,27 @@ class FetchCalls(Base):
             device: CUDA device for the tensors, such as "cuda:0". Columns of Python objects always stay on the CPU.
                 Data is received in pinned memory and copied to the device on a separate stream. The caller's current
                 stream waits for the copy, but the call returns before the copy ends. Defaults to the CPU.
-            out: a dict of contiguous tensors by field, on the CPU or a CUDA device. The call fills and returns these
-                tensors instead of allocating new ones. The fields must be dense, and each tensor must have the dtype of
-                its field and the shape `(n, ...)`. If a call fails while receiving data, the contents of these tensors
-                are undefined.
+            out: a dict that maps fields to contiguous tensors on the CPU or a CUDA device. The call fills and returns
+                these tensors instead of allocating new ones. The fields must be dense, and each tensor must have the
+                dtype of its field and the shape `(n, ...)`. If a call fails while receiving data, the contents of these
+                tensors are undefined.
             expand: whether to expand fields that the samples of a group share. Each shared value is fetched only once
                 per group. If True, shared fields have one row per sample. In a list column, all samples of a group
                 refer to the same object. If all samples belong to one group, the rows of a tensor share memory
                 (`Tensor.expand`), so do not modify the rows in place. With several groups, the rows are copies. If
                 False, shared fields have one row per group, in order of first appearance, and `group_index`, of shape
                 `(n,)`, maps each sample to its row.
-            slices: a dict of the part of each row to fetch, by field. Each value is a pair `(start, stop)`, a list with
-                one pair per sample, or a `RowSlice`, which supports further forms. The storage service slices the rows
-                and sends only the selected bytes. A dense field remains dense if all slices have the same length;
-                otherwise it becomes jagged.
+            slices: a dict that maps each field to the part of its rows to fetch. Each value is a pair `(start, stop)`,
+                a list with one pair per sample, or a `RowSlice`, which supports further forms. The storage service
+                slices the rows and sends only the selected bytes. A dense field remains dense if all slices have the
+                same length; otherwise it becomes jagged.
             padded: whether to pad jagged fields and return them as dense tensors of shape `(n, longest, ...)`. Fields
                 that are ragged in several dimensions are not padded. To pad only some fields, pass a list of fields.
                 The list may include dense fields, which are padded in the first dimension.
-            pad_value: value used to pad shorter rows, or a dict of values by field.
-            length: row length of padded fields, or a dict of lengths by field. Defaults to the length of the longest
-                fetched row. Longer rows raise an error unless `truncate` is set.
-            side: side on which rows are padded: "right" (after the values) or "left" (before the values).
+            pad_value: value used to pad shorter rows, or a dict that maps fields to values.
+            length: row length of padded fields, or a dict that maps fields to lengths. Defaults to the length of the
+                longest fetched row. Longer rows raise an error unless `truncate` is set.
+            side: where padding is added: "right" (after the values) or "left" (before the values).
             mask: whether to add a bool field `<name>_mask` of shape `(n, length)` for each padded field. A mask is True
                 for values and False for padding.
             truncate: whether the storage service truncates rows longer than `length` to their first `length` items.

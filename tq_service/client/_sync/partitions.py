@@ -72,10 +72,10 @@ class PartitionCalls(Base):
                 None, only the service's quota applies.
             admissions: limits on the outstanding work of each task. Puts of new samples wait until they are admitted.
                 If empty, new samples are limited only by capacity.
-            tasks: names of the tasks that may consume the partition. Claims of other tasks raise TaskNotFoundError.
+            tasks: names of the tasks that may consume the partition. Claims by other tasks raise TaskNotFoundError.
                 Until one of these tasks makes its first claim, it counts as having consumed no samples. If empty, any
                 task may consume the partition.
-            samples_per_round: number of samples per round, for a partition that is reused without being sealed.
+            samples_per_round: number of samples per round in a partition that is reused without being sealed.
                 `check_consumption` reports completion when all rounds that have begun are full and consumed.
                 `check_production` reports completion when these rounds are full and produced. If None, completion
                 requires a sealed partition.
@@ -84,9 +84,8 @@ class PartitionCalls(Base):
             clear_after: shorthand for `Release("trained", clear_after)`. Samples are cleared once all of these tasks
                 have trained on them or acknowledged them.
             max_staleness: shorthand for an entry in `admissions` for the only task in `clear_after`. The value limits
-                how many versions of the default policy can be published between the creation of a sample's slot and
-                training on the sample. Samples must be created with `acquire`; see `Admission`. If None, there is no
-                limit.
+                how many versions of the default policy can be published between creating a sample's slot and training
+                on the sample. Samples must be created with `acquire`; see `Admission`. If None, there is no limit.
             global_batch: with `max_staleness`, the number of units that all ranks of the task together consume per
                 version.
             batch_unit: unit of `global_batch`: "sample", "rollout" or "group". This unit must match the `batch_unit` of
@@ -153,7 +152,7 @@ class PartitionCalls(Base):
     def clear_partition(
         self, partition_id: str, *, incarnation: bytes = b"", missing_ok: bool = False, timeout: float | None = None
     ) -> int:
-        """Remove a partition and all its contents. Calls waiting on it fail. The name of the partition can be reused.
+        """Remove a partition and all its contents. Calls waiting on the partition fail. Its name can be reused.
 
         Args:
             partition_id: the partition.
@@ -288,8 +287,8 @@ class PartitionCalls(Base):
             name: a path below the service's `checkpoint_dir`, such as "nightly/2026-11-21", with at most 200
                 characters. Each path component consists of letters, digits and "._=@+-", and begins with a letter or
                 digit.
-            metadata: a mapping of strings to JSON values, at most 256 KiB in total, for example with the trainer's
-                step. `restore` and `list_checkpoints` return this mapping, with tuples converted to lists.
+            metadata: a mapping of strings to JSON values, for example the trainer's step; at most 256 KiB in total.
+                `restore` and `list_checkpoints` return this mapping, with tuples converted to lists.
             timeout: seconds until the call fails and the copy is cancelled. Defaults to one hour.
 
         Raises:
@@ -333,7 +332,7 @@ class PartitionCalls(Base):
                 old or the restored state exists. Calls waiting on old partitions fail with PartitionClearedError. Calls
                 that pass a BatchMeta from an old partition raise StaleIncarnationError, even if the checkpoint also
                 contains that partition. The storage services need capacity for both the old and the restored data.
-            timeout: seconds until the call fails. Nothing is restored if it fails. Defaults to one hour.
+            timeout: seconds until the call fails. Nothing is restored if the call fails. Defaults to one hour.
 
         Raises:
             PreconditionError: partitions exist and `replace` is False, another checkpoint is being written or restored,
@@ -352,7 +351,7 @@ class PartitionCalls(Base):
         return read_message(RestoredCheckpoint, answer, metadata=decode_json_object(answer.metadata))
 
     def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
-        """Return the sizes and counts reported by a storage service. The default is the one at the client's address."""
+        """Return the sizes and counts reported by a storage service, by default the service at the client's address."""
         deadline = self._deadline(timeout)
         target = parse_address(address) if address else ""
         answer = self._calls.unary(StatResponse, StatRequest(), deadline, target)

@@ -138,9 +138,9 @@ class PolicyCalls(Base):
             task_name: the task that the trainer's ranks run.
             trained: index of the last trained batch. All earlier batches also count as trained. If None, the recorded
                 index does not change.
-            saved: index of the last batch covered by a checkpoint of the trainer. All earlier batches also count as
-                covered, and all covered batches count as trained. If None, the recorded index does not change. If the
-                partition has a matching `Release`, samples that are no longer needed to resume are cleared.
+            saved: index of the last batch covered by a trainer checkpoint. All earlier batches also count as covered,
+                and all covered batches count as trained. If None, the recorded index does not change. If the partition
+                has a matching `Release`, samples that are no longer needed to resume are cleared.
             incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
             epoch: expected epoch of the task. If None, any epoch is accepted.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.

@@ -84,7 +84,7 @@ _MOST_LOSSES: Final = 3
 
 
 def _measured(began_at: float, size_bytes: int) -> None:
-    """Report the duration and size of a put with columns to the probes."""
+    """Report the duration and size of a put to the probes if the put has columns."""
     if (collected := collected_here.get()) is not None:
         collected.note(Stage.PUT, began_at, size_bytes=size_bytes, is_call=True)
     for probe in probes:
@@ -126,8 +126,8 @@ class SampleCalls(Base):
         encodes large data in a background thread.
 
         Args:
-            target: the partition to which to add new samples, or that contains the samples named by `keys`. The first
-                put creates the partition. To write to existing samples, pass their metadata instead.
+            target: the partition of the samples named by `keys` or of the new samples. The first put creates the
+                partition. To write to existing samples, pass their metadata instead.
             data: a TensorDict, or a dict of columns. A dense column is a tensor or array of shape `(n, ...)`, or a list
                 of `n` numbers (stored as int64, float64 or bool). A jagged column is a jagged nested tensor. A list of
                 lists of numbers, or of tensors with at least one dimension, is jagged if the row shapes differ, and
@@ -142,8 +142,8 @@ class SampleCalls(Base):
                 without a group, pass None in a list, or "" in an array of strings.
             group_size: number of members in a complete group. A member is either a rollout or a sample without a
                 rollout.
-            rollouts: the rollout of each new sample, in the same form as `groups`. For example, the samples of a
-                rollout are the turns of an agent. A rollout belongs to the group of its first sample.
+            rollouts: the rollout of each new sample, in the same form as `groups`. For example, a rollout's samples can
+                be an agent's turns. A rollout belongs to the group of its first sample.
             ends_rollouts: whether to close the rollouts of these samples so that no more samples can join them.
                 Rollouts of existing samples are closed too.
             custom_meta: `n` mappings of names to JSON values, or one mapping of names to arrays, tensors or lists of
@@ -275,8 +275,8 @@ class SampleCalls(Base):
             existing: whether to require that all groups already have samples. A put with `existing` may use the
                 capacity reserved for columns of existing samples, so a full service can still be drained.
             timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
-                spent waiting for capacity in the storage services. The put does not wait because of the partition's
-                limits. However, its bytes count towards these limits and may delay puts of new samples.
+                spent waiting for capacity in the storage services. The partition's limits do not delay the put, but its
+                bytes count towards these limits and may delay puts of new samples.
 
         Raises:
             InvalidArgumentError: a field is not declared with group scope, or a group name is repeated or empty.
@@ -404,7 +404,7 @@ class SampleCalls(Base):
         )
 
     def _held_fields(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
-        """Return the fields of a partition by name, or an empty dict if the partition does not exist."""
+        """Return a dict of a partition's fields, keyed by name, or an empty dict if the partition does not exist."""
         try:
             return self._fields_of(full_partition_id, deadline)
         except PartitionNotFoundError:
@@ -438,7 +438,7 @@ class SampleCalls(Base):
         return Answered(self._send(alone, deadline), self._namespace).part(put.write)
 
     def _lead(self, lines: Lines, leader: Member) -> None:
-        """Send the batch of puts for which a caller is responsible, and record the response.
+        """Send the batch of puts that a caller leads, and record the response.
 
         Raises:
             TqError: the outcome of the batch is unknown, so another caller must resend the batch. This error is also
@@ -464,7 +464,7 @@ class SampleCalls(Base):
         lines.end(batch, answered)
 
     def _keep_apart(self, full_partition_id: str, seconds: float) -> None:
-        """For the next `seconds` seconds, send each put to a partition separately."""
+        """For the next `seconds` seconds, send each put to the partition separately."""
         now = time.monotonic()
         for name, until in list(self._apart.items()):
             if until < now:
@@ -577,12 +577,12 @@ class SampleCalls(Base):
     ) -> TensorDict:
         """Allocate columns in shared memory so that a put on the service's host does not copy them.
 
-        Fill in the columns, and put all of them together, in the same order, into the same partition. Such a put only
-        sends a commit, and the columns become the stored data. Do not write to the columns after the put; allocate new
-        columns instead. A put copies the columns if it contains only some of them, changes their order, or uses another
-        partition. If the service does not share memory with this process, or stores puts elsewhere (data directory,
-        mirror), the columns use ordinary memory. The put then copies them. The initial contents of the columns are
-        undefined. A forked child process must not use the columns.
+        Fill in the columns, and then put all of them into the same partition, in the same order and in one call. Such a
+        put only sends a commit, and the columns become the stored data. Do not write to the columns after the put;
+        allocate new columns instead. A put copies the columns if it contains only some of them, changes their order, or
+        uses another partition. If the service does not share memory with this process, or stores puts elsewhere (data
+        directory, mirror), the columns use ordinary memory. The put then copies them. The initial contents of the
+        columns are undefined. A forked child process must not use the columns.
 
         The allocation occupies capacity until the samples of the put are cleared. If the columns are not put within the
         service's `put_ttl_seconds`, the reservation expires, and a later put copies the columns.
@@ -754,9 +754,9 @@ class SampleCalls(Base):
             task_name: a task. If set, the result's `consumed`, `leased` and `dead_lettered` attributes show the state
                 of each sample for this task.
             min_count: number of matching samples to wait for. Defaults to 1.
-            max_wait: maximum seconds to wait for the partition and for `min_count` samples. After this time, the call
-                returns the samples that exist. The call returns earlier if the partition is sealed with fewer samples.
-                If 0, the call does not wait, and `min_count` is ignored.
+            max_wait: maximum time to wait for the partition and for `min_count` samples, in seconds. After this time,
+                the call returns the samples that exist. The call returns earlier if the partition is sealed with fewer
+                samples. If 0, the call does not wait, and `min_count` is ignored.
             missing_ok: whether to treat a missing partition as empty, and a task without claims as having consumed no
                 samples.
             limit: maximum number of samples to examine, starting with the first sample. If None, all samples are
@@ -772,7 +772,7 @@ class SampleCalls(Base):
             PartitionNotFoundError: the partition does not exist and `missing_ok` is False.
             TaskNotFoundError: the task has not claimed any samples yet and `missing_ok` is False, or the partition was
                 created with a list of tasks that omits this task.
-            StaleIncarnationError: the partition was cleared between two pages.
+            StaleIncarnationError: the partition was cleared between the reads of two pages.
             PartitionClearedError: the partition was cleared while the call waited.
             InvalidArgumentError: samples are selected in two ways, `max_wait` is set with more than 16,384 names, or a
                 condition does not match its column's type.
@@ -872,10 +872,10 @@ class SampleCalls(Base):
             global_indexes: indexes of samples, instead of keys.
             groups: names of the groups whose members are removed.
             rollouts: names of the rollouts whose samples are removed. Can be combined with `groups`.
-            skipped_by: a task. The call removes all samples that the task will never receive (its `skipped_count`).
-                These are samples that failed before the task claimed them, and the task's dead-lettered samples. If the
-                task needs complete groups, the remaining members of groups that lost a member are also removed. Other
-                tasks may still need these samples.
+            skipped_by: a task. The call removes all samples that the task will never receive (counted in its
+                `skipped_count`). These are samples that failed before the task claimed them, and the task's
+                dead-lettered samples. If the task needs complete groups, the remaining members of groups that lost a
+                member are also removed. Other tasks may still need these samples.
             where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
                 removed. Without any other selection, the conditions apply to all samples in the partition.
             task_name: a task. If set, the call affects only samples that this task can still receive and that are not

@@ -28,7 +28,7 @@ class Watch:
     Args:
         calls: the client's channels and calls.
         request: prefix to watch, options and start revision.
-        timeout: seconds for which the service may be unavailable before the iterator fails.
+        timeout: how many seconds the service may be unavailable before the iterator fails.
 
     Attributes:
         revision: revision of the last complete update, from which the watch resumes. None before the first update.
@@ -133,8 +133,8 @@ class WatchCalls(Base):
             samples: whether to watch samples.
             tasks: whether to watch tasks. If True, each claim causes updates.
             progress_interval: number of seconds without changes, at least 0.1, after which an empty update is sent.
-            timeout: seconds for which the service may be unavailable before the iterator fails. Defaults to the
-                client's `timeout`.
+            timeout: how many seconds the service may be unavailable before the iterator fails. Defaults to the client's
+                `timeout`.
 
         Raises, from the iterator:
             CompactedError: the changes since `revision` are no longer stored. To recover, list the partitions again, or

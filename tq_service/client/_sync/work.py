@@ -244,9 +244,9 @@ class WorkCalls(ClaimCalls, FetchCalls, SampleCalls):
             fetch: fields to fetch into `item.data`. Defaults to `data_fields`.
             lease: number of seconds after which a stopped worker's samples are redelivered.
             max_lease: maximum number of seconds to keep extending an item's lease, in case the loop body hangs.
-            max_deliveries: maximum number of deliveries of a sample; see `claim`. Unlimited if None.
+            max_deliveries: maximum number of times to deliver a sample; see `claim`. Unlimited if None.
             where: conditions on custom_meta; see `claim`.
-            order_by: custom_meta columns by which to sort the samples; see `claim`.
+            order_by: custom_meta columns used to sort the samples; see `claim`.
             finite: whether to end once all samples are consumed, even if the partition is not sealed; see `claim`.
             timeout: seconds until a claim or fetch fails. Defaults to the client's `timeout`.
 
