@@ -18,6 +18,7 @@ import gc
 import importlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -166,7 +167,8 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
 
 
 def install() -> None:
-    """Let `subprocess.Popen` fork, on systems on which it can be told when a process that is no child has ended."""
+    """Fork the programs of `subprocess.Popen` if the system has pidfds, and preload the forkservers of processes."""
+    multiprocessing.set_forkserver_preload([*_TORCH])
     if hasattr(os, "pidfd_open"):
         subprocess.Popen = ForkedPopen  # type: ignore[misc]
 

@@ -301,7 +301,7 @@ def test_a_client_that_dies_leaves_what_it_allocated_for_a_while() -> None:
         ServiceProcess("--shared-memory", "on", "--put-ttl-seconds", "1") as service,
         tq.Client(service.address) as client,
     ):
-        process = multiprocessing.get_context("spawn").Process(target=_allocate_and_die, args=(service.address,))
+        process = multiprocessing.get_context("forkserver").Process(target=_allocate_and_die, args=(service.address,))
         process.start()
         process.join(60)
         assert process.exitcode == 9

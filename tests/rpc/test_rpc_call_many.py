@@ -92,7 +92,7 @@ ATTACKS: dict[str, tuple[Callable[[CallStream], None], str]] = {
     "a method that is not batched": (lambda stream: stream.send(call(2, "Insert", b"")), "method is 'Insert'"),
     "itself": (lambda stream: stream.send(call(2, "CallMany", b"")), "method is 'CallMany'"),
     "an id that is in use": (lambda stream: stream.send(claim(1)), "call_id 1 is already used by another open call"),
-    "an id twice": (lambda stream: stream.send(waiting_claim(2), waiting_claim(2)), "call_id is 2"),
+    "an id twice": (lambda stream: stream.send(waiting_claim(2), waiting_claim(2)), "call_id 2 is"),
     "257 calls": (lambda stream: stream.send(*(claim(n) for n in range(2, 259))), "contains 257 calls; expected"),
     "a timeout below 0": (lambda stream: stream.send(claim(2, seconds=-1)), "timeout"),
     "much metadata": (
@@ -150,7 +150,7 @@ def test_a_call_that_is_cancelled_stops_waiting_and_is_not_answered(server: Live
 def test_a_call_that_is_cancelled_before_it_begins_leaves_nothing(server: LiveServer, stream: CallStream) -> None:
     """The stream ends in the turn of the loop in which calls were started."""
     stream.send(waiting_claim(1), waiting_claim(2), claim(2))
-    assert "call_id is 2" in stream.failure().details()
+    assert "call_id 2 is" in stream.failure().details()
     until(lambda: waiting(server) == 0 and server.app.calls.count == 0)
 
 

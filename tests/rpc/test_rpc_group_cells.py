@@ -274,7 +274,7 @@ def test_tensors_of_the_caller_take_rows_of_groups(client: AnyClient) -> None:
     out = {"pixels": torch.zeros(3, 4)}
     assert client.get_data(**where, out=out)["pixels"] is not None
     assert torch.equal(out["pixels"], images[[1, 0, 0]])
-    with pytest.raises(tq.errors.InvalidArgumentError, match="out has field 'pixels', whose number of groups"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="out has field 'pixels', whose number of rows"):
         client.get_data(**where, out=out, expand=False)
 
 

@@ -66,7 +66,7 @@ def test_a_request_that_is_too_large_is_refused_before_it_is_sent(client: AnyCli
 @pytest.mark.parametrize("name", ["keys", "groups"])
 def test_more_samples_with_names_than_one_step_takes_are_refused_with_the_remedy(client: AnyClient, name: str) -> None:
     names, values = [*KEYS, "one more"], np.zeros((ROWS + 1, 100), np.uint8)
-    refusal = rf"{name} names {ROWS + 1} samples; expected at most {ROWS} per call. Write them in several calls"
+    refusal = rf"{name} contains {ROWS + 1} samples; expected at most {ROWS} per call. Write them in several calls"
     for write in (partial(client.put, "p", {"x": values}), partial(client.insert, "p")):
         with pytest.raises(tq.errors.InvalidArgumentError, match=refusal) as caught:
             write(**{name: names})

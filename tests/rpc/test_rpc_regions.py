@@ -324,7 +324,7 @@ def _die_in_the_middle(address: str) -> None:
 
 
 def spawned(target: Any, *args: Any) -> Any:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=args)
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=args)
     process.start()
     return process
 

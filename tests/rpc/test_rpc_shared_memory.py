@@ -538,7 +538,7 @@ def test_a_client_that_is_killed_leaves_all_of_a_put_or_nothing(server: LiveServ
     assert used_bytes(server) == 0
     before = memory_in_use()
     kill = {"after_sending": after_sending}
-    process = multiprocessing.get_context("spawn").Process(
+    process = multiprocessing.get_context("forkserver").Process(
         target=_die_with_memory, args=(server.address, "p"), kwargs=kill
     )
     process.start()
