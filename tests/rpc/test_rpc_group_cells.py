@@ -159,7 +159,7 @@ def test_a_step_of_grpo_stores_and_fetches_each_image_once(start_server: StartSe
 
 
 def test_a_sample_is_ready_once_its_group_has_a_value(client: AnyClient) -> None:
-    claim = {**CLAIM, "data_fields": ["tokens", "pixels"], "min_batch_size": 1}
+    claim = {**CLAIM, "data_fields": ["tokens", "pixels"], "min_batch_size": 1, "max_wait": 0.0}
     put_rows(client, 2, 2)
     assert client.get_meta(**claim).status == "not_yet"
     client.put_groups("train", {"pixels": torch.ones(1, 2)}, groups=["g1"])
@@ -282,7 +282,7 @@ def test_an_explanation_says_that_groups_lack_a_value(client: AnyClient) -> None
     put_rows(client, 2, 2)
     client.put("train", {"tokens": torch.ones(3).long()})
     client.put_groups("train", {"pixels": torch.ones(1, 2)}, groups=["g0"])
-    meta = client.get_meta(**CLAIM, data_fields=["pixels"], min_batch_size=4, explain=True)
+    meta = client.get_meta(**CLAIM, data_fields=["pixels"], min_batch_size=4, explain=True, max_wait=0.0)
     (lack,) = meta.waiting_for.not_ready
     assert (lack.kind, lack.name, lack.sample_count) == ("field", "pixels", 5)
     assert "5 lack field 'pixels' (their groups lack a value" in meta.waiting_for.text

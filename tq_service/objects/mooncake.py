@@ -210,7 +210,7 @@ class MooncakeObjects(BlockingObjectStore):
 
     @contextmanager
     def _staging(self, size: int) -> Iterator[_Staging]:
-        """Lend registered memory to the call in a `with` block. If the call hangs, its memory remains in use."""
+        """Provide registered memory for the call in a `with` block. If the call hangs, its memory remains in use."""
         buffer = self._staged.pop() if self._staged else None
         if buffer is None or len(buffer.view) < size:
             if buffer is not None:
