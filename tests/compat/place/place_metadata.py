@@ -81,7 +81,7 @@ def test_parts_and_their_order():
             meta.select_samples(wrong)
     with pytest.raises(IndexError):
         meta[5]
-    with pytest.raises(TypeError, match="the index is a str"):
+    with pytest.raises(TypeError, match="the index has type str"):
         meta["x"]
     meta.reorder(indices=[4, 3, 2, 1, 0])
     assert (meta.global_indexes[0], meta.custom_meta[0]) == (14, {"n": 14})
