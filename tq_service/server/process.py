@@ -51,8 +51,8 @@ def tuned_process() -> Iterator[None]:
     """Tune this process inside a `with` block. If blocks overlap, the process stays tuned until the last one ends.
 
     Existing objects are excluded from garbage collection, and Python waits longer before it triggers a collection. The
-    service creates few reference cycles, whereas a full collection scans all recorded plans and blocks the event loop.
-    `collect_garbage` compensates for the delay by running collections periodically.
+    service creates few reference cycles, so a full collection frees little, but it scans all recorded plans and blocks
+    the event loop. `collect_garbage` compensates for the delay by running collections periodically.
 
     Threads also yield to the event loop sooner. The memory settings and the raised file limit remain in effect after
     the block.

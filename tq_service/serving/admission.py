@@ -541,7 +541,7 @@ class AdmissionQueue:
         self._set_timer()
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all current and future waits with the error returned by `error`."""
+        """Fail all current and future waits with the error that `error` returns."""
         self._end_error = error
         self._deadlock = lambda task_name, asking: ""  # break the reference cycle between the queue and its owner
         for admission in self._waiting.values():

@@ -552,7 +552,7 @@ class Catalog:
     def _check_write(
         self, partition_id: str, incarnation: bytes, write: SampleWrite, checked: CheckedWrite | None
     ) -> list[tuple[Change, Any]]:
-        """Check a write unless `checked` is current.
+        """Check a write, unless the earlier check in `checked` is still valid.
 
         Return the changes to commit: the write, preceded by the creation of its partition if necessary.
         """

@@ -676,7 +676,7 @@ class RowTable(Table):
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """While the `with` block runs, keep all rows at their positions for a reader on another thread."""
+        """Keep all rows in place during the `with` block, so that another thread can read them."""
         self.pin_count += 1
         try:
             yield
