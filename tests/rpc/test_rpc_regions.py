@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -339,8 +340,11 @@ def wait_for(condition: Any) -> None:
 
 def memory_of(service: ServiceProcess) -> int:
     """Return how many memfds a service has open."""
-    fds = Path(f"/proc/{service.pid}/fd")
-    return sum("memfd:tq_service" in str(each.readlink()) for each in fds.iterdir() if each.is_symlink())
+    count = 0
+    for entry in Path(f"/proc/{service.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            count += "memfd:tq_service" in str(entry.readlink())
+    return count
 
 
 def test_a_reader_that_is_killed_gives_its_leases_back(service: ServiceProcess) -> None:
