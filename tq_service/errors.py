@@ -278,7 +278,10 @@ class UnauthenticatedError(TqError, PermissionError):
 
 
 class PermissionDeniedError(TqError, PermissionError):
-    """The call's token lacks the required role or partition prefix. `metadata` contains the missing permission."""
+    """The call's token lacks the required role or partition prefix.
+
+    `metadata` contains the token's name and either the required roles or prefix, or the name of the partition.
+    """
 
     reason = "PERMISSION_DENIED"
     code = "PERMISSION_DENIED"

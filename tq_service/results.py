@@ -37,7 +37,7 @@ class ConsumptionStatus:
         sealed: whether the partition is closed to new samples.
         complete: whether the task has received every sample that it can receive. The partition must be sealed or, with
             `samples_per_round`, every round that has begun must be finished.
-        epoch: number of times the task's consumption was reset.
+        epoch: number of times the task's consumption was reset or its ranks were restarted.
         leased_count: number of consumed samples that are leased but not acknowledged. These samples may be delivered
             again.
         dead_lettered_count: number of skipped samples that were delivered `max_deliveries` times without being
@@ -248,8 +248,8 @@ class RecentBatch:
         padding_share: fraction of tokens that are padding. In packs, padding fills the rest of each pack. In
             micro-batches, each sample is padded to the length of the longest sample. Jagged fields need no padding in
             micro-batches.
-        staleness: upper bound on the number of versions published between creating the oldest sample's slot and
-            training on that sample. The bound is set for tasks with a `max_staleness`. If None, staleness is unbounded.
+        staleness: upper bound on the number of versions between creating the oldest sample's slot and training on that
+            sample. The bound is set for tasks with a `max_staleness`. If None, staleness is unbounded.
     """
 
     batch_index: int
@@ -284,7 +284,7 @@ class TaskStatus:
 
     Attributes:
         task_name: name of the task.
-        epoch: number of times the task's consumption was reset.
+        epoch: number of times the task's consumption was reset or its ranks were restarted.
         consumed_count: number of samples consumed in this epoch.
         skipped_count: number of samples that the task will never receive. The count includes the remaining members of
             groups that have lost a member.

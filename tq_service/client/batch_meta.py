@@ -358,8 +358,8 @@ class BatchMeta:
             the written fields. The results of `lookup_samples` and `put(return_meta="all")` have every field that at
             least one sample has.
         steps: the optimizer steps and packs that use the samples. Plain micro-batches form a single step.
-        totals: for a rank's batch, each step's sums of the `totals` columns over all ranks; all ranks receive the same
-            sums. For a loader's micro-batch, the sums for its step. Otherwise ().
+        totals: for a rank's batch, the totals over all ranks for each step, which are the same on all ranks. For a
+            loader's micro-batch, the totals for its step. Otherwise ().
         end: number of samples per outcome if the status is "end", or None otherwise.
         locations: cell locations known to the client. `get_data` looks up the locations of other fields.
         claim_id: id of the queue worker's claim, used by `ack`, `extend` and `release`, or empty if the batch is not

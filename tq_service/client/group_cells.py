@@ -125,7 +125,7 @@ class SharedRows:
 
 
 def _as_integers(values: torch.Tensor) -> torch.Tensor:
-    """View a tensor as integers of the same size, because some torch operations do not support float8."""
+    """View a tensor as integers of the same size, since some torch operations do not support dtypes such as float8."""
     import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

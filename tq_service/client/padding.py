@@ -321,7 +321,7 @@ class PaddedColumn:
 
         Args:
             parts: for each response, the positions of its rows in the result, its column, and its values. Values that
-                are a view of the buffer were received in place. All other values are copied.
+                are the buffer itself were received in place. All other values are copied.
 
         Raises:
             FieldMismatchError: a row is longer than `length`, or rows differ in several dimensions.

@@ -299,7 +299,7 @@ def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
 
 
 def _shaped_as(row_shape: Sequence[int], column: ColumnShape) -> ColumnShape:
-    """Return a tensor column with a different row shape in its spec."""
+    """Return a tensor column with `row_shape` as the row shape in its spec."""
     layout = Layout.JAGGED if -1 in row_shape else Layout.DENSE
     return _described_as(replace(column.spec, layout=layout, row_shape=tuple(row_shape)), column)
 

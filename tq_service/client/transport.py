@@ -481,7 +481,7 @@ def _copied_bytes(value: Any) -> int:
 
 
 def async_is_of_closing(error: BaseException) -> bool:
-    """Return whether grpc raised this error because the channel was closed, not because the caller cancelled."""
+    """Return whether grpc raised this error because the channel was closed, not because the caller was cancelled."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and not task.cancelling()

@@ -29,8 +29,9 @@ class PartitionUpdate:
         cleared: whether to drop all known state of this incarnation, because the incarnation was cleared or will be
             sent again in full. If True, no other attribute is set.
         summary: summary of the partition, or None if the summary has not changed since the previous update.
-        samples: samples that were inserted or changed, or None if there are none. As returned by `lookup_samples`, they
-            have keys, groups, all custom_meta, `fields` and `produced`. To read the data, pass the batch to `get_data`.
+        samples: samples that were inserted or written to, or None if there are none. As returned by `lookup_samples`,
+            they have keys, groups, all custom_meta, `fields` and `produced`. To read the data, pass the batch to
+            `get_data`.
         cleared_indexes: global indexes of the removed samples, as an array of shape `(n,)`.
         cleared_keys: `n` keys of the removed samples, with None for a sample without a key. Empty if no removed sample
             had a key.

@@ -136,7 +136,7 @@ class SamplesClaimed(TaskChange):
 class EndReached(TaskChange):
     """The ranks of a task, or a queue worker's named claim, reached the end of the data.
 
-    The ranks or the worker receive no more batches in this epoch.
+    In this epoch, no more batches are returned to the ranks or under the claim's name.
 
     Attributes:
         end: sample counts returned to calls that reach the end of the data.
@@ -522,7 +522,7 @@ def finish_prompts(partition: Partition, acked: Acked, step: Step) -> None:
 
 
 def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes, step: Step) -> int:
-    """Acknowledge samples, acknowledge or release the slots of prompts among them, and return their number."""
+    """Acknowledge samples, end the slots of prompts among them, and return the number of given samples."""
     shared, rows = SharedLease.of(partition, task, claim), partition.table.index[positions]
     _consume(Leased(partition, task, claim), positions, step)
     if shared is not None and claim is shared.prompts.claim:
@@ -813,8 +813,8 @@ def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | 
     """Return the positions of the given samples that still belong to a claim (see `TaskLedger.left`).
 
     If `rows` is None, return all samples of the claim. Callers always list every row that the plan dropped, even if
-    they list only some of the plan's samples. A dropped row is therefore returned only together with the remaining
-    members of its group. If no other members remain, a dropped row is returned if it is listed.
+    they list only some of the plan's samples. A dropped row is therefore returned if the remaining members of its group
+    are returned, and only then. If no other members remain, a dropped row is returned if it is listed.
 
     Raises:
         InvalidArgumentError: only some samples of an indivisible group, or of a claim without a lease, are listed. The

@@ -72,7 +72,7 @@ def begin_groups(partition: Partition) -> None:
 
 
 def seal(partition: Partition, step: Step) -> None:
-    """Close a partition to new rows, complete its rollouts, and remove groups that have no rows."""
+    """Close a partition to new rows, complete its rollouts, and remove groups that never had a row."""
     partition.sealed = True
     if partition.cells.shared:
         remove_groups(partition, partition.groups.without_members(), step)

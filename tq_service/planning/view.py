@@ -463,7 +463,7 @@ class Scan:
         return apart, self.rows.table.position_from(start)
 
     def _move_start(self, found: Indexes, end: int) -> None:
-        """Move the start position of later scans to the first ready row, or past a gap after the first few ready rows.
+        """Move the start of later scans to the first ready row, or past a wide gap after the first few ready rows.
 
         Args:
             found: positions of all ready rows before `end`, in ascending order.

@@ -43,7 +43,7 @@ class _Lost:
         agreed_at: time at which the successor confirmed that it had adopted the puts and would register, or None before
             that.
         late_count: number of timed-out calls to the successor.
-        refused: names of storage services that refused to adopt the puts.
+        refused: names of storage services that could not adopt the puts.
         asking: task that calls the successor.
     """
 

@@ -638,7 +638,7 @@ class StorageProcess:
         endpoint: endpoint at which clients reach the storage service.
         shared_memory: server that shares memory with clients on this host, or None if shared memory is off.
         bulk: the bulk port, or None if the bulk port is off.
-        keys: keys that controllers use to sign receipts.
+        keys: keys with which this storage service seals receipts for controllers.
         mirroring: manages the mirror and the instances adopted from lost storage services, or None without a mirror.
         mirror: mirror of this service's own puts, or None if no mirror is configured.
         journal: journal of the puts in the data directory, or None without a data directory.

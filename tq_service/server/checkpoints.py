@@ -356,7 +356,7 @@ def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
 def _renamed(
     partitions: Sequence[PartitionSnapshot], rename: Callable[[str], str], prefix: str = ""
 ) -> list[PartitionSnapshot]:
-    """Rename the partitions whose names begin with a prefix, including references in admissions and leases.
+    """Rename the partitions whose names begin with a prefix, and change the names in their admissions and leases.
 
     Raises:
         InvalidArgumentError: a new name is too long.

@@ -233,7 +233,7 @@ class ClusterMember:
             on_standing(is_held)
 
     async def _restore(self, catalog: Catalog) -> int:
-        """Restore the newest local snapshot, or the leader's snapshot if the log lacks records after the local one."""
+        """Restore the newest local snapshot, or the leader's if the log lacks any record since the local one."""
         number = max(snapshot_numbers(self.store.data_dir.path), default=0)
 
         def has_log_since() -> bool:

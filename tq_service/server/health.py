@@ -49,7 +49,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         self._set(process=_SERVING, services=_NOT_SERVING)
 
     def drain(self) -> None:
-        """Start reporting that no service accepts calls. Each Watch call sends this final status and ends."""
+        """Report permanently that no service accepts calls. Each Watch call sends this final status and ends."""
         self._set(process=_NOT_SERVING, services=_NOT_SERVING)
         self._is_draining = True
 

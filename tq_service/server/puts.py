@@ -371,7 +371,7 @@ class KnownPuts:
         storage_id: name of the storage service.
         boot_id: instance id of the storage service.
         cells: cells that samples use in all storage services, by partition.
-        leaving: cells that samples no longer use but that no storage service has freed yet.
+        leaving: cells in all storage services that samples no longer use but that have not yet been freed.
         uncommitted: puts of all storage services for which commits are in flight.
     """
 

@@ -193,7 +193,7 @@ class StorageRegistry:
         return {"available": there, "silent": len(self._storages) - there, "lost": len(self.adoptions.lost)}
 
     def adoption_counts(self) -> tuple[int, int]:
-        """Return the number of lost storage services with a mirror and the number of those that have been adopted."""
+        """Return how many storage services with a mirror have been lost so far, and how many of them were adopted."""
         return self.adoptions.lost_count, self.adoptions.taken_over_count
 
     def endpoint_of(self, storage_id: str, boot_id: bytes) -> StorageEndpoint | None:
@@ -473,8 +473,8 @@ class StorageRegistry:
     def require(self, put: Put) -> Storage:
         """Return the storage service that holds an uncommitted put.
 
-        Puts to a lost service are rejected, because the service may still be alive and accepting puts that its
-        successor did not find in the mirror. Puts committed before the loss was detected have copies in the mirror.
+        Uncommitted puts of a lost service are rejected, because the service may still be alive and accepting puts that
+        its successor did not find in the mirror. Puts committed before the loss was detected have copies in the mirror.
 
         Raises:
             UnavailableError: the storage service has not registered.

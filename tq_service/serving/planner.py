@@ -100,8 +100,8 @@ class LoopYielder:
     """Shares event-loop time fairly between thousands of waiting calls and all other work.
 
     The yielder yields to the loop after a few steps, or earlier if a step was slow. After producing many answers, the
-    yielder also pauses for the same amount of time, because sending answers takes longest. While the server is busy
-    sending, it accepts only one new call per loop iteration, so a backlog of new calls would build up.
+    yielder also pauses for as long as that took, because sending answers takes most of the time. While the server is
+    busy sending, it accepts only one new call per loop iteration, so a backlog of new calls would build up.
     """
 
     __slots__ = ("_answer_count", "_last", "_step_count")

@@ -50,7 +50,8 @@ def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: b
     """Return the consumption status of a task. A missing partition has no consumed samples.
 
     Raises:
-        TaskNotFoundError: the task was never declared and has never claimed samples, and `missing_ok` is false.
+        TaskNotFoundError: the partition declares its tasks and this task is not among them, or `missing_ok` is false
+            and the task was neither declared nor has made a request.
     """
     if partition is None:
         return _NOTHING_CONSUMED
@@ -153,7 +154,7 @@ def summary_of(partition: Partition) -> PartitionSummary:
 def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
     """Return a consistent description of a partition, its fields, and its tasks.
 
-    The versions may be older because they come from the last scan by `Backlogs.refresh`.
+    Only the versions may be older, because they come from the last scan by `Backlogs.refresh`.
     """
     with_versions = {task for _, task in tasks_with_versions(partition)}
     return PartitionDescription(

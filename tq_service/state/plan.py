@@ -91,8 +91,8 @@ class PlanRequest:
         batch_unit: unit in which `batch_size` and `min_size` are counted.
         rank_count: number of ranks, or 1 for a queue worker.
         ranked: whether the request comes from trainer ranks rather than from a queue worker.
-        micro_batch_size: number of samples per micro-batch, or None for one micro-batch per rank. If the sampler
-            returns no steps, the planner splits the batch into micro-batches of this size.
+        micro_batch_size: number of samples per micro-batch, or None. If the sampler returns no steps, the planner
+            splits the batch into micro-batches of this size or, if None, into one micro-batch per rank.
         data_fields: names of the requested fields.
     """
 

@@ -276,7 +276,7 @@ class HostLink:
         self._ask_again_in(_TRY_AGAIN_SECONDS)
 
     def open(self, stat: StatResponse, seconds: float = _EXCHANGE_SECONDS) -> None:
-        """Open a session if the service that sent `stat` is on this host. If this fails, a later call tries again.
+        """Open a session if the service that sent `stat` is on this host. If none opens, a later call tries again.
 
         This method waits up to `seconds` for other threads that are opening the session, and up to `seconds` for the
         service.

@@ -60,7 +60,7 @@ class Method:
         partitions: function that returns the partitions named in a request or in the first message of a stream.
         put_ids: function that returns the ids of puts in a request, or None if requests contain no put ids. Access to
             the puts' partitions is also checked.
-        concerns_all: whether calls affect all partitions and therefore require a token for all partitions.
+        concerns_all: whether calls concern all partitions and therefore require a token for all partitions.
         is_audited: whether each allowed call is written to the audit log.
         waits: whether calls may wait for samples or capacity.
         fills_disk: whether calls are rejected while the disk is nearly full.

@@ -501,7 +501,7 @@ def _schema_of(spec: tq.FieldSpec | None) -> Row:
 
 
 def _expected(total_count: int) -> int:
-    """Return the number of samples in a complete partition."""
+    """Return the minimum number of samples in a complete partition."""
     return max(total_count, int(os.environ.get("TQ_PRE_ALLOC_SAMPLE_NUM", "1")))
 
 

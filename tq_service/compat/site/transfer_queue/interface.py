@@ -48,8 +48,8 @@ def save_checkpoint(
     """Write a checkpoint of the run's partitions. An existing checkpoint in the directory is replaced.
 
     The service always writes checkpoints below its own checkpoint directory. If `checkpoint_dir` is below
-    `controller.checkpoint_dir`, the checkpoint is written to `checkpoint_dir` itself. Otherwise, the service derives
-    the name of the checkpoint from the path of `checkpoint_dir`. A file in `checkpoint_dir` records the name of the
+    `controller.checkpoint_dir`, the checkpoint is written to `checkpoint_dir` itself. Otherwise, the name
+    of the checkpoint is derived from the path of `checkpoint_dir`. A file in `checkpoint_dir` records the name of the
     checkpoint.
 
     Args:
