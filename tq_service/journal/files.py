@@ -657,7 +657,9 @@ class FileBackend:
                 "--accept-journal-loss to keep the records before the damage and lose all later ones.",
                 metadata={"file": path.name, "byte": str(at), "after_record": str(self.last_number)},
             )
-        _log.error(LogMessage("lost records to damage in the journal", file=path, byte=at or None, problem=problem))
+        _log.error(
+            LogMessage("lost records to accepted damage in the journal", file=path, byte=at or None, problem=problem)
+        )
 
     # Writing
 

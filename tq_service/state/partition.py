@@ -285,7 +285,7 @@ class Partition:
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
                 f"partition {self.partition_id!r} was cleared and created again: got incarnation {incarnation.hex()}, "
-                f"but the current incarnation is {self.incarnation.hex()}. Discard all old metadata",
+                f"but the current incarnation is {self.incarnation.hex()}. Discard all metadata of the old incarnation",
                 metadata={
                     "partition_id": self.partition_id,
                     "got": incarnation.hex(),

@@ -131,7 +131,7 @@ class WatchCalls(Base):
                 or an update. If None, the watch starts with the complete state. If changes were missed, for example
                 after a restart of the service, the complete state is sent again, in updates with `is_reset` set.
             samples: whether to watch samples.
-            tasks: whether to watch tasks. If True, each claim causes updates.
+            tasks: whether to watch tasks. If True, claims cause updates.
             progress_interval: number of seconds without changes, at least 0.1, after which an empty update is sent.
             timeout: how many seconds the service may be unavailable before the iterator fails. Defaults to the client's
                 `timeout`.
