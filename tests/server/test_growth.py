@@ -98,7 +98,7 @@ def cycle(client: AnyClient, number: int) -> None:
     client.clear_partition(name)
 
 
-@pytest.mark.parametrize("kind", ["memory", "split"])
+@pytest.mark.parametrize("kind", [pytest.param("memory", marks=pytest.mark.nightly), "split"])
 def test_nothing_is_kept_of_partitions_that_were_cleared(start_server: StartServer, kind: str) -> None:
     servers = [start_server()] if kind == "memory" else [start_server(role="controller")]
     if kind == "split":

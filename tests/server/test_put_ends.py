@@ -465,7 +465,9 @@ async def test_a_heartbeat_that_asks_about_too_many_puts_is_refused(split):
 FAULTS = ["hold_request", "hold_answer", "lose_request", "lose_answer"]
 
 
-@pytest.mark.parametrize("seed", [*range(40), 198, 1061, 2080])
+@pytest.mark.parametrize(
+    "seed", [*range(12), 198, 1061, 2080, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(12, 40))]
+)
 async def test_whatever_happens_samples_have_their_puts_and_nothing_else_is_left(monkeypatch, seed):
     """Commits, retries, cancelled calls, clears, lost and late calls, controllers that restart, in any order.
 
