@@ -138,5 +138,5 @@ async def test_what_cannot_be_waited_for_is_refused(client):
 async def test_the_time_is_beyond_the_timeout(client):
     began = time.monotonic()
     with pytest.raises(tq.errors.PartitionNotFoundError):
-        await client.lookup_samples("p", max_wait=0.3, timeout=0.2)
-    assert time.monotonic() - began >= 0.3
+        await client.lookup_samples("p", max_wait=1.5, timeout=1.0)
+    assert time.monotonic() - began >= 1.5
