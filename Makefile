@@ -1,7 +1,7 @@
 # The verbs of this repository; each makes .venv when it is missing or older than pyproject.toml.
 #
 #   make install            .venv with torch, the package and the tools
-#   make test               the tests, about 9 minutes on two cores
+#   make test               the tests, 7 to 9 minutes on two cores
 #   make nightly            all tests: also those marked nightly, on other Pythons and with the lowest dependencies
 #   make test-cuda          the tests that need a GPU; without one they are skipped, and say so
 #   make properties         the property and model tests with thousands of examples each
