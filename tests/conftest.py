@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import fork_server
 import property_settings  # noqa: F401  (its profiles are known before hypothesis looks for one)
 import pytest
 from live_server import AnyClient, ClientKind, LiveServer, LoopThread, StartServer
+
+from tq_service.server import process
 
 # Threads of torch wait for each other in loops: on busy cores that takes minutes. Read when torch is imported, also by
 # the programs that tests start.
@@ -25,6 +28,8 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector run from now on, without the objects of the tests: walking over them takes a second."""
     gc.freeze()
     gc.enable()
+    # Each server asks whether objects are frozen, which would count two million each time: a quarter of `make test`.
+    process.has_frozen_objects = functools.cache(process.has_frozen_objects)
 
 
 @pytest.fixture(scope="session")

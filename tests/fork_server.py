@@ -7,8 +7,10 @@ torch and tensordict, and `make test` starts hundreds. A fork server imports onc
                                    <-- pid, exit status --
 
 The program is a process like any other: it has a pid, can be killed and stopped, and runs the command as `python -m`,
-`python FILE` or `python -c` would. Only `sys.modules` is not empty when it starts. `install` replaces
-`subprocess.Popen`; commands that `_server_of` does not name start as usual.
+`python FILE` or `python -c` would. It differs in two ways: modules are imported when it starts, and it is not a child
+of the tests, so `os.waitid` does not know it. `install` replaces `subprocess.Popen`. Commands that `_server_of` does
+not recognize start as usual: interpreters with flags, tests of imports, and everything that other programs start, such
+as the services of examples and of the demo's ranks.
 """
 
 from __future__ import annotations
@@ -69,7 +71,10 @@ class ForkServer:
                 self._start()
             assert self._socket is not None
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-            return int(self._socket.recv(64))
+            answer = self._socket.recv(64)
+        if not answer:
+            raise RuntimeError(f"the fork server for {', '.join(self._modules)} has ended; stderr says why")
+        return int(answer)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

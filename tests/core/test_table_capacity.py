@@ -72,7 +72,7 @@ def columns_of(table):
 
 
 @pytest.mark.timeout(600)  # 8 s on a machine without other work
-@examples(60)
+@examples(150)
 @given(st.lists(CHANGES, max_size=30), st.integers(1, 4000), st.booleans())
 def test_whatever_is_done_between_the_steps_rows_come_out_as_without_them(changes, count, has_cells):
     write = new_write(count, ["x", jagged("tokens", range(count))] if has_cells else ())

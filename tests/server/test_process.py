@@ -15,13 +15,7 @@ from tq_service.config import ServeSettings
 from tq_service.errors import InvalidArgumentError
 from tq_service.server import process
 from tq_service.server.app import running
-from tq_service.server.process import (
-    _has_frozen_objects,
-    collect_garbage,
-    keep_freed_memory,
-    loop_factory,
-    tuned_process,
-)
+from tq_service.server.process import collect_garbage, keep_freed_memory, loop_factory, tuned_process
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is of glibc")
@@ -41,10 +35,10 @@ def test_memory_stays_as_it_is_without_glibc(monkeypatch: pytest.MonkeyPatch) ->
 def nothing_is_frozen() -> Iterator[None]:
     """A server leaves objects as they are in a process that froze some, as `conftest.py` does."""
     gc.unfreeze()
-    _has_frozen_objects.cache_clear()
+    process.has_frozen_objects.cache_clear()  # see `conftest.py`
     yield
     gc.freeze()
-    _has_frozen_objects.cache_clear()
+    process.has_frozen_objects.cache_clear()  # see `conftest.py`
 
 
 def tuning() -> tuple[object, ...]:
@@ -68,7 +62,7 @@ def test_a_process_is_tuned_until_the_last_server_ends() -> None:
 
 def test_what_the_program_around_it_has_frozen_stays_so() -> None:
     gc.freeze()
-    _has_frozen_objects.cache_clear()
+    process.has_frozen_objects.cache_clear()  # see `conftest.py`
     try:
         with tuned_process():
             pass

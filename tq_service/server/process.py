@@ -78,15 +78,14 @@ def _tune() -> None:
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
     _restore.callback(sys.setswitchinterval, sys.getswitchinterval())
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-    if not _has_frozen_objects():
+    if not has_frozen_objects():  # else the embedding program has frozen some, which must stay frozen
         _collect_what_imports_left()
         gc.freeze()
         _restore.callback(gc.unfreeze)
 
 
-@cache  # counting takes 40 ms per million frozen objects
-def _has_frozen_objects() -> bool:
-    """Return whether the embedding program had frozen objects before the first service started."""
+def has_frozen_objects() -> bool:
+    """Return whether objects are frozen. This takes 40 ms per million frozen objects."""
     return gc.get_freeze_count() > 0
 
 
