@@ -7,6 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import grpc
@@ -84,11 +85,6 @@ class LiveServer:
         self.app = loop.run(self._running.__aenter__())  # type: ignore[arg-type]
         self.address = f"127.0.0.1:{self.app.port}"
         self._clients: list[AnyClient] = []
-        self.channel = grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
-        self.controller = ControllerServiceStub(self.channel)
-        self.storage = StorageServiceStub(self.channel)
-        self.registry = StorageRegistryServiceStub(self.channel)
-        self.control = StorageControlServiceStub(self.channel)
 
     def __enter__(self) -> LiveServer:
         return self
@@ -96,8 +92,34 @@ class LiveServer:
     def __exit__(self, *exception: object) -> None:
         for client in self._clients:
             client.close()
-        self.channel.close()
+        if "channel" in vars(self):
+            self.channel.close()
         self.stop()
+
+    @cached_property
+    def channel(self) -> grpc.Channel:
+        """A channel of its own; most tests have clients instead, and do not open it."""
+        return grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
+
+    @cached_property
+    def controller(self) -> ControllerServiceStub:
+        """The calls of the controller."""
+        return ControllerServiceStub(self.channel)
+
+    @cached_property
+    def storage(self) -> StorageServiceStub:
+        """The calls of the storage service."""
+        return StorageServiceStub(self.channel)
+
+    @cached_property
+    def registry(self) -> StorageRegistryServiceStub:
+        """The calls that storage services make to the controller."""
+        return StorageRegistryServiceStub(self.channel)
+
+    @cached_property
+    def control(self) -> StorageControlServiceStub:
+        """The calls that the controller makes to storage services."""
+        return StorageControlServiceStub(self.channel)
 
     @property
     def as_service(self) -> Any:

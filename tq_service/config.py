@@ -16,8 +16,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from tq_service.addresses import DEFAULT_PORT, normal_address, normal_addresses, redacted
 from tq_service.errors import InvalidArgumentError
@@ -148,10 +157,10 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 SizeOrNone = Annotated[int | None, BeforeValidator(parse_size)]
 
 
-class _Section(BaseSettings):
+class _Section(BaseModel):
     """A section of the settings. The docstring of each subclass is the section's title in the help and the docs."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 class _Network(_Section):
@@ -709,7 +718,7 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
         config = Path(os.environ[CONFIG_VARIABLE])
     layers: list[tuple[Source, Mapping[str, object]]] = [
         ("file", _read_file(config) if config else {}),
-        ("env", EnvSettingsSource(ServeSettings)()),
+        ("env", _read_environment()),
         ("flag", {name: value for name, value in flags.items() if value is not None}),
     ]
     merged: dict[str, Any] = {}
@@ -737,6 +746,12 @@ def unknown_variables() -> dict[str, str | None]:
         if name.startswith(ENV_PREFIX) and name not in known and not is_link:
             found[name] = next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)), None)
     return found
+
+
+def _read_environment() -> dict[str, str]:
+    """Return the settings that `TQ_*` variables set. Empty variables are ignored."""
+    values = {name: os.environ.get(f"{ENV_PREFIX}{name.upper()}") for name in ServeSettings.model_fields}
+    return {name: value for name, value in values.items() if value}
 
 
 def _read_file(path: Path) -> dict[str, object]:
