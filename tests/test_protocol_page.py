@@ -36,6 +36,7 @@ from tq_service.wire.objects import decode_object
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "protocol.md").read_text()
+TEXT = " ".join(PAGE.split())
 HEX = r"(?:[0-9a-f]{2} )*[0-9a-f]{2}"
 FENCES: list[tuple[str, str]] = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", PAGE, re.DOTALL | re.MULTILINE)
 BLOCKS = [block for language, block in FENCES if not language]
@@ -224,7 +225,7 @@ def test_requests_for_ranges_have_the_bytes_of_the_table() -> None:
     assert sum(int(count) for _, count, _ in rows) == len(sent)
     assert list(parts.values()) == [b"TQB1", ticket, index.to_bytes(4, "little"), bytes(8)]
     assert BULK_BYTES == 2 * 2**20
-    assert "bulk connections are faster from 2 MiB on" in section("Bulk connections")
+    assert "From 2 MiB on, bulk connections are faster" in " ".join(section("Bulk connections").split())
 
 
 def test_connections_are_as_recommended() -> None:
@@ -306,21 +307,21 @@ def test_limits_are_the_defaults() -> None:
     assert number(limits["concurrent calls of one connection"]) == default("max_streams")
     assert number(limits["waiting calls of one connection"]) == default("max_waiting_calls_per_client")
     assert number(limits["watching calls"]) == default("max_watchers")
-    assert f"The service remembers the last {MOST_GONE_ROWS:,} cleared samples" in PAGE
+    assert f"The service remembers the last {MOST_GONE_ROWS:,} cleared samples" in TEXT
     of_partition = limits["fields, tasks, custom_meta columns of a partition"]
     assert [number(each) for each in of_partition.split(", ")] == [
         default(name) for name in ("max_fields", "max_tasks", "max_meta_columns")
     ]
     several = {
         "partitions; samples in all partitions": ("max_partitions", "max_samples"),
-        "puts of a storage service; uncommitted puts among them": ("max_puts", "max_uncommitted_puts"),
+        "puts of a storage service: all; uncommitted": ("max_puts", "max_uncommitted_puts"),
     }
     for what, names in several.items():
         assert [number(each) for each in limits[what].split("; ")] == [default(name) for name in names]
     named = limits["names of fields, keys, groups, rollouts, custom_meta columns"]
     assert named == f"{default('max_name_length')} characters"
-    assert f"within `stall_seconds` ({default('stall_seconds')})" in PAGE
-    assert f"is shortened to {default('max_wait_cap_seconds')} s" in PAGE
-    assert f"responses to mutating calls for {default('request_record_seconds') // 60} minutes" in PAGE
-    assert f"exceed {default('request_record_bytes') // 2**20} MiB in total" in PAGE
-    assert f"not committed within {default('put_ttl_seconds') // 60} minutes" in PAGE
+    assert f"within `stall_seconds` ({default('stall_seconds')})" in TEXT
+    assert f"is shortened to {default('max_wait_cap_seconds')} s" in TEXT
+    assert f"responses to mutating calls for {default('request_record_seconds') // 60} minutes" in TEXT
+    assert f"exceed {default('request_record_bytes') // 2**20} MiB in total" in TEXT
+    assert f"not committed within {default('put_ttl_seconds') // 60} minutes" in TEXT

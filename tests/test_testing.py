@@ -80,7 +80,7 @@ def test_its_log_is_a_file_that_is_appended_to(tmp_path: Path) -> None:
     with ServiceProcess("--host", "0.0.0.0", "--insecure", log=log) as service:
         assert service.read_log().startswith("before\n")
         assert "INSECURE" in service.read_log()
-    with ServiceProcess() as silent, pytest.raises(ValueError, match="set log to the path"):
+    with ServiceProcess() as silent, pytest.raises(ValueError, match="set log to a file path"):
         silent.read_log()
 
 

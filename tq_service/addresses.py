@@ -47,7 +47,7 @@ def parse_address(address: str, name: str = "address", default_port: int = DEFAU
     Args:
         address: address as the user entered it, or several addresses separated by commas.
         name: name of the argument or setting, for error messages.
-        default_port: port to use if the address does not contain a port.
+        default_port: port to use if the address does not specify one.
 
     Raises:
         InvalidArgumentError: the address is not valid.
@@ -59,7 +59,7 @@ def parse_address(address: str, name: str = "address", default_port: int = DEFAU
 
 
 def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
-    """Normalize a single address like `parse_address`, but with error messages that do not repeat the address.
+    """Normalize a single address as `parse_address` does, but do not repeat the address in error messages.
 
     Raises:
         ValueError: the address is not valid.

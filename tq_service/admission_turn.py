@@ -1,4 +1,4 @@
-"""Turn-taking among writes that wait for capacity, so that smaller writes cannot overtake large ones indefinitely."""
+"""Prevents smaller writes from indefinitely overtaking large writes that wait for capacity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class Waits(Protocol):
     """A write that is waiting for capacity.
 
     Attributes:
-        since: time when the write started waiting, or when its last turn ended, on the clock of `AdmissionTurn`.
+        since: time at which the write started waiting or its last turn ended, according to the clock of
+            `AdmissionTurn`.
     """
 
     since: float
@@ -25,8 +26,8 @@ class AdmissionTurn:
     A write that fits may overtake writes that do not, because samples from later writes may be needed before capacity
     is freed. However, a large write would never fit if other writes always took freed capacity immediately. Therefore,
     after 10 seconds of waiting, the longest-waiting write gets a turn, and all capacity freed during the turn is
-    reserved for it. A turn ends after 5 seconds, so that a write that can never fit does not block all others. Other
-    writes may then overtake it again for 10 seconds before the next turn starts.
+    reserved for it. A turn ends after 5 seconds, so a write that can never fit does not block all others. After a turn,
+    other writes may overtake the waiting write for another 10 seconds before the next turn starts.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -48,9 +49,9 @@ class AdmissionTurn:
         return self._holder
 
     def begin(self, waiting: Iterable[Waits]) -> Waits | None:
-        """Give a turn to the longest-waiting write if a turn is due.
+        """If a turn is due, give it to the write that has waited longest.
 
-        Return the write that has the current turn, or None.
+        Return the write that has the current turn, or None if no write has a turn.
         """
         longest = min(waiting, key=lambda each: each.since, default=None)
         now = self._clock()
@@ -59,6 +60,6 @@ class AdmissionTurn:
         return self._holder
 
     def leave(self, write: Waits) -> None:
-        """End the current turn if it belongs to this write, which is no longer waiting."""
+        """End the current turn if it belongs to `write`. Call this method when the write stops waiting."""
         if self._holder is write:
             self._holder, self._over_at = None, self._clock()

@@ -1,6 +1,6 @@
 """Client and loader timings, reported to the probes registered by `tq.instrument`.
 
-The time a batch spends in each stage is collected separately, for the consuming loop's `StepTimer`.
+For the consuming loop's `StepTimer`, the time that a batch spends in each stage is collected separately.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Probe(Protocol):
         ...
 
     def stepped(self, seconds: tuple[tuple[str, float], ...]) -> None:
-        """Record all or part of a trainer's step as (stage, seconds) pairs, omitting stages that took no time."""
+        """Record all or part of a trainer's step as (stage, seconds) pairs. Stages that took no time are omitted."""
         ...
 
 
@@ -55,9 +55,9 @@ probes: Final[list[Probe]] = []
 class ProbeNotes:
     """A probe that buffers the events of a worker process until they are reported to the probes of the parent process.
 
-    After a fork, a worker inherits its parent's probes, which would update counters that nothing reads. With the
-    multiprocess files of prometheus-client, the inherited probes would even count events twice. `ProbeNotes` therefore
-    replaces all other probes.
+    After a fork, a worker inherits its parent's probes, which would update counters that nothing reads. If
+    prometheus-client ran in multiprocess mode, the inherited probes would even count each event twice. In a worker,
+    `ProbeNotes` therefore replaces all other probes.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class ProbeNotes:
         probes[:] = [cast("Probe", self)]
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return a function that stands in for a `Probe` method and buffers the method's name and arguments."""
+        """Return a function that buffers the name of a `Probe` method and the arguments of the call."""
         return lambda *values: self._notes.append((name, values))
 
     def take(self) -> tuple[Note, ...]:
@@ -77,14 +77,14 @@ class ProbeNotes:
 
 
 def notify_probes(notes: Iterable[Note]) -> None:
-    """Report events from another process to the probes of this process."""
+    """Forward events from another process to this process's probes."""
     for name, values in notes:
         for probe in probes:
             getattr(probe, name)(*values)
 
 
 carriers: Final[list[Callable[[], Sequence[tuple[str, str]]]]] = []
-"""Functions that return metadata to send with each call, such as the trace context after a call to `tq.trace`."""
+"""Functions that return metadata to send with each call, such as the trace context once `tq.trace` was called."""
 
 
 class Stage(StrEnum):
@@ -108,7 +108,7 @@ class Span(NamedTuple):
         began_at: start time in seconds, on the `time.perf_counter` clock, which all processes on a host share.
         ended_at: end time in seconds on the same clock.
         size_bytes: number of bytes transferred or processed during the span.
-        is_call: whether the span is all or part of a call, and therefore counts toward the cost per call.
+        is_call: whether the span covers all or part of a call, and therefore counts toward the cost per call.
     """
 
     stage: Stage
@@ -127,7 +127,7 @@ class Collected:
 
     Attributes:
         spans: collected spans, in no particular order.
-        batch_count: number of batches that began while this section ran.
+        batch_count: number of batches that began during the section.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -162,7 +162,7 @@ step_report: Final[ContextVar[Callable[[], Any] | None]] = ContextVar("step_repo
 
 @contextmanager
 def collecting() -> Iterator[Collected]:
-    """Collect the calls made in the `with` block, separately from any enclosing collection."""
+    """Collect the calls made in the `with` block, without adding them to any enclosing collection."""
     collected = Collected()
     token = collected_here.set(collected)
     try:
@@ -185,7 +185,7 @@ def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
     """Yield a loader's micro-batches, and record how long the consumer waits for and works on each one.
 
     The client calls that the consumer makes between micro-batches are also collected. The generator runs in the
-    consumer's context, so the collection that it starts stays active while the consumer works.
+    consumer's context, so it keeps collecting these calls while the consumer works.
     """
     if not probes and timer is None:
         yield from items

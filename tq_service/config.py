@@ -110,7 +110,7 @@ def format_setting(name: str, value: object) -> str:
 def default_max_bytes() -> int:
     """Return half of the memory available to this process, rounded down to a whole number of MiB.
 
-    The other half is left for streams and everything else in the process.
+    The other half remains available for streams and everything else in the process.
     """
     return max(memory_limit_bytes() // 2 // 2**20, 1) * 2**20
 
@@ -158,7 +158,7 @@ SizeOrNone = Annotated[int | None, BeforeValidator(parse_size)]
 
 
 class _Section(BaseModel):
-    """A section of the settings. The docstring of each subclass is the section's title in the help and the docs."""
+    """A section of the settings. Each subclass's docstring is its section title in the help and the docs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -171,8 +171,8 @@ class _Network(_Section):
     advertise: AdvertisedAddress | None = Field(
         None,
         description="Address (host:port) that clients use to reach this storage service or cluster controller; the "
-        "port defaults to the listening port. Default: host name and port for role storage and for controllers of a "
-        "cluster; the controller's address for role all.",
+        "port defaults to the listening port. Default: host name and port for the role storage and for controllers of "
+        "a cluster; the controller's address for the role all.",
     )
     controller: Addresses | None = Field(
         None,
@@ -192,27 +192,27 @@ class _Network(_Section):
     )
     bulk: Literal["on", "off"] = Field(
         "on",
-        description="Whether puts and gets of 2 MiB or more use separate connections, which can use all CPU cores: on "
-        "(if the client can reach the bulk port) or off (all data is sent in gRPC messages).",
+        description="Whether clients that can reach the bulk port use separate connections, which can use all CPU "
+        "cores, for puts and gets of 2 MiB or more. If off, all data is sent in gRPC messages.",
     )
     bulk_port: int = Field(
         0,
         ge=0,
         le=65535,
         description="Port for bulk connections, which use the service's listening address and security settings. With "
-        "0, any free port is used, but firewalls and Kubernetes usually block it.",
+        "0, the service uses any free port, which firewalls and Kubernetes usually block.",
     )
     bulk_advertise: AdvertisedAddress | None = Field(
         None,
-        description="Address (host:port) that clients use to reach the bulk port; the port defaults to the listening "
-        "bulk port. Default: the host of the storage service's own address.",
+        description="Address (host:port) that clients use to reach the bulk port. If the port is omitted, the bulk "
+        "port's own number is used. Default: the host of the storage service's own address.",
     )
     metrics_port: int | None = Field(
         None,
         ge=0,
         le=65535,
         description="Port that serves /metrics for Prometheus; 0 for any free port. The endpoint uses TLS if tls_cert "
-        "is set. If auth_tokens_file is set, Prometheus needs a token with role read and prefix ''. Requires "
+        "is set. If auth_tokens_file is set, Prometheus needs a token with the read role and an empty prefix. Requires "
         "tq-service[metrics]. Default: none.",
     )
     metrics_host: str = Field(
@@ -237,7 +237,8 @@ class _Network(_Section):
         8 * 2**20,
         ge=0,
         description="Minimum combined rate of all put and get streams, in bytes per second; 0 for no minimum. While "
-        "puts wait for capacity, each of n streams must reach 1/n of this rate after 10 s; slower streams are aborted.",
+        "puts wait for capacity, each of n streams must reach 1/n of this rate after its first 10 s. Slower streams "
+        "are aborted.",
     )
 
 
@@ -288,7 +289,7 @@ class _StorageAndDurability(_Section):
         min_length=1,
         description="URL of an object store that keeps copies of this storage service's puts on other nodes, such as "
         "s3://bucket/prefix; see docs/engines.md. If this storage service is lost, another service with the same "
-        "mirror takes over its puts. Requires role storage; cannot be combined with data_dir. Default: none.",
+        "mirror takes over its puts. Requires the role storage; cannot be combined with data_dir. Default: none.",
     )
     mirror_copies: int = Field(
         1, ge=1, description="Number of copies of each put in the mirror, all on nodes other than this one."
@@ -302,10 +303,10 @@ class _StorageAndDurability(_Section):
     mirror_memory_bytes: Size | None = Field(
         None,
         ge=1,
-        description="Memory limit for stored puts. Beyond this limit, the least recently used puts that have mirror "
-        "copies are evicted, and read back when accessed, so max_bytes may exceed the available memory. Puts and gets "
-        "in progress need additional memory. Requires an object store that survives a power loss. Default: none (all "
-        "puts stay in memory).",
+        description="Memory limit for stored puts, which allows max_bytes to exceed the available memory. Beyond this "
+        "limit, the least recently used puts that have mirror copies are evicted. Evicted puts are read back when "
+        "accessed. Puts and gets in progress need additional memory. Requires an object store that survives a power "
+        "loss. Default: none (all puts stay in memory).",
     )
     mirror_offered_bytes: Size = Field(
         0,
@@ -323,8 +324,8 @@ class _StorageAndDurability(_Section):
         None,
         min_length=1,
         description="Directory or object store URL, such as s3://bucket/prefix, where each batch planned for ranks is "
-        "recorded together with its data, for tq-service replay; see docs/recording.md. Requires role all. If the "
-        "directory is on the same file system as data_dir, files are linked instead of copied. Default: none.",
+        "recorded together with its data, for tq-service replay; see docs/recording.md. Requires the role all. If "
+        "the directory is on the same file system as data_dir, files are linked instead of copied. Default: none.",
     )
     record_steps: int | None = Field(
         None,
@@ -341,8 +342,8 @@ class _StorageAndDurability(_Section):
     accept_journal_loss: bool = Field(
         False,
         description="Start even if data_dir contains a damaged journal record. Earlier records are kept; the damaged "
-        "record and all later ones are dropped. Set this option for one start only, after reading the error message of "
-        "the failed start.",
+        "record and all later ones are dropped. Set this option for a single start only, after reading the error "
+        "message from the failed start.",
     )
     put_ttl_seconds: float = Field(300.0, gt=0, description="Time after which an uncommitted put expires.")
     request_record_seconds: float = Field(
@@ -365,7 +366,7 @@ class _Cluster(_Section):
         None,
         description="URL of the journal for a cluster of controllers: etcd://host:port,host:port,... with the client "
         "addresses of the etcd members. One controller leads, and the others follow the journal; if the leader fails, "
-        "one of them takes over. Requires role controller, a cluster name, and a data_dir for each controller's "
+        "one of them takes over. Requires the role controller, a cluster name, and a data_dir for each controller's "
         "snapshots. Default: none (the journal is stored in data_dir).",
     )
     cluster: str | None = Field(
@@ -418,7 +419,7 @@ class _Security(_Section):
 
     tls_cert: Path | None = Field(
         None,
-        description="Service certificate with its chain (PEM); enables TLS. Reloaded when the file changes.",
+        description="Service certificate with its chain (PEM); enables TLS. The file is reloaded when it changes.",
     )
     tls_key: Path | None = Field(
         None, description="Private key of tls_cert (PEM, no passphrase); must not be readable by other users."
@@ -434,21 +435,24 @@ class _Security(_Section):
     auth_tokens_file: Path | None = Field(
         None,
         description="File containing the digests of valid bearer tokens, written by `tq-service token new`; calls "
-        "without a valid token are rejected. Reloaded when the file changes.",
+        "without a valid token are rejected. The file is reloaded when it changes.",
     )
     peer_token_file: Path | None = Field(
-        None, description="File containing a token with role service, which this service presents to other services."
+        None,
+        description="File containing a token with the role service, which this service presents to other services.",
     )
     internal_secret_file: Path | None = Field(
         None,
         description="File containing the secret shared by the services of one deployment. The secret proves that a "
-        "call comes from a service, not from a client. A service with role controller or all creates the file if it is "
-        "missing. Reloaded when the file changes. Default: none if services have tokens with role service; a per-user "
-        "file if all services listen on the loopback address; otherwise none, in which case services in separate "
-        "processes do not start.",
+        "call comes from a service, not from a client. A service with the role controller or all creates the file if "
+        "it is missing. The file is reloaded when it changes. Default: none if services have tokens with the role "
+        "service; a per-user file if all services listen on the loopback address; otherwise none, in which case "
+        "services in separate processes do not start.",
     )
     insecure: bool = Field(
-        False, description="Allow listening on non-loopback addresses without TLS and tokens; for trusted networks."
+        False,
+        description="Allow listening on non-loopback addresses without TLS and tokens. Use this only in trusted "
+        "networks.",
     )
     audit_file: Path | None = Field(
         None,
@@ -459,7 +463,7 @@ class _Security(_Section):
         0.0,
         ge=0,
         description="Time window in which repeated rejections of the same kind are combined into one log line with a "
-        "count, to keep them from filling the disk; 0 logs each rejection.",
+        "count, so that rejections cannot fill the disk. 0 logs each rejection separately.",
     )
 
 
@@ -474,8 +478,8 @@ class _Limits(_Section):
     first_call_seconds: float = Field(
         10.0,
         gt=0,
-        description="Time limit for the first call on a new connection (with a valid token, if tokens are required), "
-        "after which the connection is closed. If tokens are required, health checks do not count as calls.",
+        description="Time limit for the first call on a new connection; if no call is made in time, the connection is "
+        "closed. If tokens are required, only calls with a valid token count, and health checks do not count.",
     )
     idle_connection_seconds: float = Field(
         600.0, gt=0, description="Idle time after which a connection is closed; clients reconnect automatically."
@@ -495,8 +499,8 @@ class _Limits(_Section):
     max_watchers: int = Field(
         1_000,
         ge=1,
-        description="Maximum number of concurrent calls that watch partitions; all watchers together receive at most "
-        "about 100 answers per second.",
+        description="Maximum number of concurrent calls that watch partitions. All watchers together receive at most "
+        "about 100 responses per second.",
     )
     max_puts: int = Field(4_000_000, ge=1, description="Maximum number of puts stored by the storage service.")
     max_uncommitted_puts: int = Field(
@@ -691,7 +695,7 @@ class LoadedSettings:
     Attributes:
         settings: the merged settings.
         sources: source of each setting, by setting name.
-        config: the settings file that was read, or None.
+        config: the settings file that was read, or None if no file was read.
     """
 
     settings: ServeSettings
@@ -736,7 +740,7 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
 def unknown_variables() -> dict[str, str | None]:
     """Map each unknown `TQ_*` environment variable of this process to the most similar known name, or to None.
 
-    Most unknown variables are misspelled settings, which neither the service nor the clients read.
+    Most unknown variables are misspelled settings. Neither the service nor the clients read them.
     """
     known = {f"{ENV_PREFIX}{name.upper()}" for name in ServeSettings.model_fields} | CLIENT_VARIABLES
     known.add(CONFIG_VARIABLE)

@@ -1,8 +1,8 @@
-"""Columns of custom_meta, with typed values that claims can compare and sort, and JSON for all other values.
+"""Columns of custom_meta. They hold typed values, which claims can compare and sort, and all other values as JSON.
 
-The first number, bool or string in a column determines the column's type. Null, lists, objects and scalars of other
-types are stored separately as JSON text. A column therefore accepts any JSON value, and typed values incur no extra
-cost. `where`, `order_by` and samplers read only typed values.
+The first number, bool or string in a column determines its type. Null, lists, objects and scalars of other types are
+stored separately as JSON text. A column therefore accepts any JSON value, and typed values incur no extra cost.
+`where`, `order_by` and samplers read only typed values.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ KIND_NAMES: Final = {"i": "int64", "f": "double", "b": "bool", "O": "string"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaColumn:
-    """The values of several samples in one custom_meta column.
+    """The values that several samples have in one custom_meta column.
 
     Attributes:
         name: name of the column.
@@ -63,8 +63,8 @@ class MetaColumn:
         present: bool array of shape `(n,)`, True for samples with a typed value.
         json: array of shape `(n,)` and dtype object, with the JSON text of samples whose value is not typed, and None
             for others. The attribute is None if no sample has a JSON value.
-        removed: bool array of shape `(n,)`, True for samples whose value is removed when this column is written. The
-            attribute is None if the write does not remove any values.
+        removed: bool array of shape `(n,)`, True for samples whose value the write removes. The attribute is None if
+            the write does not remove any values.
     """
 
     name: str
@@ -99,7 +99,7 @@ class MetaColumn:
         )
 
     def text_sizes(self, size_of: Callable[[str], int]) -> NDArray[np.int64]:
-        """Return an array of shape `(n,)` with the total size, per `size_of`, of each sample's string and JSON text."""
+        """Apply `size_of` to each sample's string and JSON text, and return the sums as an array of shape `(n,)`."""
         sizes = np.zeros(self.present.size, np.int64)
         texts = self.values if self.values.dtype.kind == "O" else None
         for values, has_one in ((texts, self.present), (self.json, self.has_json)):
@@ -143,7 +143,7 @@ def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[A
 
 
 def no_values(name: str, size: int, kind: str = "b") -> MetaColumn:
-    """Return a column of the given type for `size` samples, without any values."""
+    """Return a column of the given type for `size` samples, none of which has a value."""
     values = np.full(size, "" if kind == "O" else 0, DTYPES[kind])
     return MetaColumn(name=name, values=values, present=np.zeros(size, np.bool_))
 
@@ -156,7 +156,7 @@ def fitted(column: MetaColumn, kind: str | None) -> MetaColumn:
         kind: the new type, as a numpy kind. If None, the column gets the type of the first scalar.
 
     Raises:
-        InvalidArgumentError: a number does not fit the type, but cannot become JSON because it is infinite or NaN.
+        InvalidArgumentError: a number that does not fit the type is infinite or NaN, and therefore cannot become JSON.
     """
     scalars: dict[int, Scalar] = {}
     texts = np.full(column.present.size, None, np.object_)
@@ -178,7 +178,7 @@ def _texts(column: MetaColumn) -> list[str | None]:
 
 
 def _kind_of(scalars: Sequence[Scalar]) -> str:
-    """Return the kind of the first scalar.
+    """Return the kind of the scalars, which is that of the first one.
 
     For a mix of integers and floats, return the float kind if every integer can be represented exactly as a float.
     """
@@ -265,7 +265,7 @@ def checked_texts(name: str, texts: Iterable[str]) -> list[str]:
     """Validate JSON texts received from a client, and convert them to their normalized form.
 
     Raises:
-        InvalidArgumentError: a text is not valid JSON, or is nested too deeply.
+        InvalidArgumentError: one of the texts is not valid JSON or is nested too deeply.
     """
     known: dict[str, str] = {}  # because most columns repeat a few texts
     return [known.get(text) or known.setdefault(text, _checked_text(name, text)) for text in texts]
@@ -315,8 +315,8 @@ def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
 
     Args:
         value: the value to convert.
-        path: location of the value: the sample's position, the column's name, and the positions and keys within nested
-            lists and dicts.
+        path: location of the value, consisting of the sample's position, the column's name, and the positions and keys
+            within nested lists and dicts.
     """
     if type(value) in _KINDS or value is None:
         return value

@@ -19,8 +19,8 @@ def start_daemon_thread(call: Callable[[], T], *, thread_name: str) -> asyncio.F
     """Run `call` in a new daemon thread.
 
     Returns:
-        A future whose result is the function returned by `outcome_of`, because a future cannot carry every exception.
-        Cancelling the future does not stop the thread.
+        A future whose result is the function that `outcome_of` returns. The outcome is wrapped in a function because a
+        future cannot hold every exception. Cancelling the future does not stop the thread.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Callable[[], T]] = loop.create_future()

@@ -4,7 +4,7 @@ Clients raise an error of the same class as the server. `code` is the name of th
 `reason` is sent as `google.rpc.ErrorInfo.reason` (see `tq_service.wire.error_table`). Messages contain the actual
 value, the expected value and a remedy.
 
-An error has its own class if programs may want to catch it. Errors that only people need to distinguish share a class
+Each error that programs may want to catch has its own class. Errors that only people need to tell apart share a class
 but have different reasons.
 """
 
@@ -22,8 +22,8 @@ class TqError(Exception):
 
     Attributes:
         message: text with the actual value, the expected value and a remedy.
-        reason: stable code that identifies the error; by default, the reason of the class. Some errors set a more
-            specific reason.
+        reason: stable code that identifies the error. Defaults to the reason of the error's class. Some errors set a
+            more specific reason.
         metadata: short facts for use by programs, such as two conflicting values.
     """
 
@@ -147,7 +147,7 @@ class AlreadyExistsError(TqError, ValueError):
 
 
 class PreconditionError(TqError, RuntimeError):
-    """The call is not allowed in the current state of the service."""
+    """The current state of the service does not allow the call."""
 
     reason = "FAILED_PRECONDITION"
     code = "FAILED_PRECONDITION"
@@ -265,13 +265,13 @@ class ResourceExhaustedError(TqError, RuntimeError):
 
 
 class QuotaExceededError(ResourceExhaustedError):
-    """There is not enough free capacity for the bytes of the call."""
+    """There is not enough free capacity for the call's data."""
 
     reason = "QUOTA_EXCEEDED"
 
 
 class UnauthenticatedError(TqError, PermissionError):
-    """The service requires a token, but the call had no token or an invalid token."""
+    """The service requires a token, but the call's token was missing or invalid."""
 
     reason = "UNAUTHENTICATED"
     code = "UNAUTHENTICATED"
@@ -280,7 +280,8 @@ class UnauthenticatedError(TqError, PermissionError):
 class PermissionDeniedError(TqError, PermissionError):
     """The call's token lacks the required role or partition prefix.
 
-    `metadata` contains the token's name and either the required roles or prefix, or the name of the partition.
+    `metadata` contains the token's name and one of the following: the required roles, the required prefix, or the
+    partition's name.
     """
 
     reason = "PERMISSION_DENIED"
@@ -288,7 +289,7 @@ class PermissionDeniedError(TqError, PermissionError):
 
 
 class AdmissionLimitError(ResourceExhaustedError):
-    """An admission of the partition does not permit more outstanding work for a task."""
+    """One of the partition's admissions allows no more outstanding work for a task."""
 
     reason = "ADMISSION_LIMIT"
 
@@ -306,7 +307,7 @@ class DiskFullError(ResourceExhaustedError):
 
 
 class DataLossError(TqError, RuntimeError):
-    """Committed bytes are lost, because their storage service restarted without data or its disk is damaged."""
+    """Committed bytes are lost because their storage service restarted without data or has a damaged disk."""
 
     reason = "DATA_LOSS"
     code = "DATA_LOSS"
@@ -408,7 +409,7 @@ def nearest(name: str, known: Collection[str], *, all_known: bool = False) -> st
 
     Args:
         name: the unknown name in the request.
-        known: all known names. The clause lists up to ten of these names and the number of others.
+        known: all known names. The clause lists up to ten of these names, and states how many others there are.
         all_known: whether to list all known names. Use this option only for small sets.
     """
     if not known:

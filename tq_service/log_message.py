@@ -10,7 +10,7 @@ _PLAIN = re.compile(r"[\w./:@+*-]+", re.ASCII)
 
 
 class LogMessage:
-    """A log message that consists of an event and facts in the form key=value.
+    """A log message that consists of an event and fields in the form key=value.
 
     A handler renders the message when it writes the line, so the message works with any formatter. `tq-service serve
     --log-format json` writes each field under its name. A value that is not a single plain word is written as a JSON
@@ -19,8 +19,8 @@ class LogMessage:
     Args:
         text: description of the event. The description is the same in every log line for this event, so one search
             finds them all.
-        fields: facts by name, such as `partition`, `storage`, `put_id`, `request_id`, `error`. Values of type bytes are
-            ids, which are written in hexadecimal. Facts whose value is None are omitted.
+        fields: details of the event, by name, such as `partition`, `storage`, `put_id`, `request_id` or `error`. Values
+            of type bytes are ids, and are written in hexadecimal. Fields whose value is None are omitted.
     """
 
     __slots__ = ("fields", "text")

@@ -1,4 +1,4 @@
-"""The memory available to this process: the machine's memory, or less if a control group limits the process."""
+"""The memory available to this process: the machine's memory, unless a control group imposes a lower limit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _group_limits(root: Path) -> Iterator[int]:
 
 
 def _own_groups(root: Path) -> dict[str, str]:
-    """Return this process's group in each hierarchy that may limit memory, keyed by file system type."""
+    """Return this process's cgroup in each hierarchy that may limit memory, keyed by file system type."""
     groups = {}
     for line in _lines(root / "proc/self/cgroup"):
         hierarchy, _, rest = line.partition(":")
@@ -56,7 +56,7 @@ def _own_groups(root: Path) -> dict[str, str]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield the type, group and path of each mount with memory limits. Without mountinfo, yield the usual mounts."""
+    """Yield the type, group and path of each mount with memory limits, or the usual mounts if mountinfo is missing."""
     lines = _lines(root / "proc/self/mountinfo")
     if not lines:
         yield "cgroup2", "/", "/sys/fs/cgroup"

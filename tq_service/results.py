@@ -35,8 +35,8 @@ class ConsumptionStatus:
         skipped_count: number of samples that the task will never receive. The count includes the remaining members of
             groups that have lost a member.
         sealed: whether the partition is closed to new samples.
-        complete: whether the task has received every sample that it can receive. The partition must be sealed or, with
-            `samples_per_round`, every round that has begun must be finished.
+        complete: whether the task has received every sample that it can receive. This requires that the partition is
+            sealed or, with `samples_per_round`, that every round that has begun is finished.
         epoch: number of times the task's consumption was reset or its ranks were restarted.
         leased_count: number of consumed samples that are leased but not acknowledged. These samples may be delivered
             again.
@@ -65,8 +65,8 @@ class ProductionStatus:
         produced_count: number of samples that have all of the requested fields.
         total_count: number of samples that have the requested fields or can still receive them. Cleared and failed
             samples are excluded.
-        complete: whether all samples in `total_count` have the fields and no new samples will be inserted. With
-            `samples_per_round`, it suffices that no new samples will be inserted before the next round.
+        complete: whether all `total_count` samples have the fields and no new samples will be inserted. With
+            `samples_per_round`, the second condition applies only until the next round.
     """
 
     produced_count: int
@@ -75,13 +75,14 @@ class ProductionStatus:
 
 
 class WaitCode(StrEnum):
-    """Stable code for the reason why a claim is waiting.
+    """Stable code that identifies why a claim is waiting.
 
     Attributes:
         PARTITION_NOT_FOUND: the partition does not exist.
         NO_SAMPLES: the partition is empty.
         FIELD_NEVER_PUT: one of the requested fields has never received a value.
-        ALL_CONSUMED: the task has consumed all samples, but the partition is not sealed.
+        ALL_CONSUMED: the task has consumed all samples, but more can arrive because the partition is not sealed, or
+            some of the samples are still leased.
         TOO_FEW_READY: fewer samples are ready than the claim requests.
         GROUPS_INCOMPLETE: too few groups are complete. A group is complete when all of its samples are ready.
         SAMPLER_WAITS: enough samples are ready, but the sampler has not planned a batch yet.
@@ -113,7 +114,7 @@ class Lack(Enum):
     Attributes:
         FIELD: the samples lack the field `name`.
         WHERE: the samples do not meet the condition on the custom_meta column `name`.
-        LENGTH: the sampler needs the samples' lengths, but the custom_meta column `name` does not contain them.
+        LENGTH: the sampler needs the samples' lengths, but they are missing from the custom_meta column `name`.
         HELD: the samples are held.
         LEASED: the samples are leased to workers of the task.
         GROUP: the samples are ready, but other members of their groups are not.
@@ -138,17 +139,18 @@ class Lack(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotReady:
-    """The number of samples that cannot be delivered yet for a particular reason.
+    """A reason why samples cannot be delivered yet, and the number of these samples.
 
     Attributes:
-        kind: the reason, as in `Lack.kind`. A newer service may report kinds that this version of the client does not
+        kind: kind of reason; see `Lack.kind`. A newer service may report kinds that this version of the client does not
             define.
         name: name of the field or custom_meta column that the reason refers to. The name is empty if the reason refers
             to neither a field nor a column.
         sample_count: number of samples that cannot be delivered for this reason.
         ends_in_seconds: for kind "leased", the time until the first lease expires; None for other kinds.
-        example: for kind "group", the name and counts of one incomplete group. For kind "field", the example is the
-            missing put, if groups share the field.
+        example: text with details. For kind "group", the text contains the name and counts of one incomplete group. For
+            kind "older", it describes one of the samples. For kind "field", it states that the groups lack a value,
+            which must be put for the groups. It is empty for other kinds, and for fields that groups do not share.
     """
 
     kind: str
@@ -167,16 +169,15 @@ class WaitReason:
         text: the reason as a sentence for users.
         task_name: task for which the claims consume samples.
         data_fields: the fields that the claims request.
-        waiting_count: number of calls waiting for this reason. The count is 0 in the response to the caller's own
-            claim.
+        waiting_count: number of calls waiting for this reason. In the response to a claim, the count is 0.
         left_count: number of live or held samples that the task has not consumed.
         ready_count: number of samples in `left_count` that could be delivered now. If `counts_groups` is set, this is
             the number of groups or rollouts that could be delivered.
         needed_count: number of ready samples that the claim needs. If `counts_groups` is set, this is the number of
             ready groups or rollouts that the claim needs.
         counts_groups: whether `ready_count` and `needed_count` count groups or rollouts instead of samples.
-        not_ready: number of samples that cannot be delivered yet, by reason. A sample may be counted under several
-            reasons.
+        not_ready: number of samples that cannot be delivered yet, by reason. A sample can be counted for more than one
+            reason.
         sealed: whether the partition is closed to new samples.
         waiting_put_count: number of puts of new samples that wait for capacity.
         put_waits_for: what the first waiting put is waiting for, or "" if no put is waiting.
@@ -245,11 +246,11 @@ class RecentBatch:
         batch_index: index of the batch within the epoch.
         tokens_per_rank: token counts of the first 128 ranks, by `dp_rank`; empty if any sample length is unknown.
         imbalance: largest token count of any rank divided by the mean over all ranks, minus 1.
-        padding_share: fraction of tokens that are padding. In packs, padding fills the rest of each pack. In
+        padding_share: fraction of tokens that are padding. In packs, padding fills the remaining space. In
             micro-batches, each sample is padded to the length of the longest sample. Jagged fields need no padding in
             micro-batches.
         staleness: upper bound on the number of versions between creating the oldest sample's slot and training on that
-            sample. The bound is set for tasks with a `max_staleness`. If None, staleness is unbounded.
+            sample. Only tasks with a `max_staleness` have this bound. If None, staleness is unbounded.
     """
 
     batch_index: int
@@ -302,14 +303,14 @@ class TaskStatus:
             seconds. The rate is 0 when the service starts.
         recent_batches: the last 16 batches planned for the task's ranks in this epoch, in order. The tuple is empty
             after a restart of the service.
-        oldest_version: lowest `version` of the task's remaining live or held samples, as of the most recent scan. The
-            version is None in updates from `watch`, and also if the samples lack a version or have not been scanned
+        oldest_version: lowest `version` among the task's remaining live and held samples, as of the most recent scan.
+            The version is None in updates from `watch`, and also if the samples lack a version or have not been scanned
             yet.
-        staleness_versions: how many versions the producers are ahead of the task, that is, the highest version of any
-            sample in the partition minus `oldest_version`. The number is None if `oldest_version` is None.
+        staleness_versions: number of versions by which the producers are ahead of the task. This is the highest version
+            of any sample in the partition minus `oldest_version`. The number is None if `oldest_version` is None.
         leasing_claim_count: number of claims that hold leased samples.
-        leases: the first 20 claims with leased samples, in order of delivery. The tuple is empty in updates from
-            `watch`.
+        leases: the first 20 claims with leased samples, in order of delivery. In updates from `watch`, this tuple is
+            always empty.
         trained_batch_count: number of batches that ranks have trained on in this epoch; see `advance`.
         saved_batch_count: number of batches in this epoch that a trainer checkpoint covers; see `advance`.
         outstanding_count: number of outstanding units, as counted by the task's admission. The count is None if the
@@ -322,10 +323,10 @@ class TaskStatus:
             count covers all epochs.
         late_count: number of samples and groups that the task's claims have evicted because they would have become too
             stale.
-        overflow_count: number of samples and groups cleared to make space for new samples
-            (`Admission(overflow="drop_lowest")`).
+        overflow_count: number of samples and groups that `Admission(overflow="drop_lowest")` cleared to make space for
+            new samples.
         delivered_count: number of sample deliveries in all epochs, excluding deliveries to claims that were released.
-        refilled_count: number of samples that became claimable again for the task because of an eviction. The count
+        refilled_count: number of samples that became claimable again for the task to replace evicted ones. The count
             covers all epochs.
         step_times: time breakdown of the latest steps, summed over the ranks that report step times. Loaders report
             step times. The breakdown is None if no rank reports step times.
@@ -365,7 +366,7 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerProgress:
-    """Progress of a trainer in the current epoch of the task for which its ranks claim batches.
+    """A trainer's progress in the current epoch of the task from which its ranks claim batches.
 
     Attributes:
         trained_batch_count: number of batches that the ranks have trained on so far.
@@ -383,12 +384,12 @@ class RestartedRanks:
     """The point from which a task's ranks continue after a restart.
 
     Attributes:
-        epoch: epoch of the task after the restart.
+        epoch: the task's epoch after the restart.
         batch_index: index of the first batch that the ranks must request.
         repeated_batch_count: number of batches, starting at `batch_index`, that the ranks have already trained on and
             will train on again. The count is 0 if an earlier call already restarted the ranks.
-        repeated_sample_count: number of samples in the repeated batches. The count is 0 if an earlier call already
-            restarted the ranks.
+        repeated_sample_count: number of samples in the batches that the ranks will train on again. The count is 0 if an
+            earlier call already restarted the ranks.
     """
 
     epoch: int
@@ -414,11 +415,11 @@ class EvictedUnit:
             no policy is named, or if the policy has no published version.
         sample_count: number of evicted samples. For a cleared group, the count includes samples that had failed
             earlier.
-        refill: outcome of `claim(refill=)`, or None if no refill was requested. "refilled": the sample is claimable
-            again. "pending": the sample was already claimable. "unknown": the partition or key does not exist.
-            "used_up": the sample had already been refilled `max_refills` times. "given_up": the task will never receive
-            the sample, because the sample failed, was dead-lettered, dropped or skipped, or because the ranks have
-            reached their end.
+        refill: outcome of the refill that `claim(refill=)` requested, or None if no refill was requested. "refilled":
+            the sample is claimable again. "pending": the sample was already claimable. "unknown": the partition or key
+            does not exist. "used_up": the sample had already been refilled `max_refills` times. "given_up": the task
+            will never receive the sample. The reason is that the sample failed, was dead-lettered, dropped or skipped,
+            or that the ranks have reached the end of the partition.
         rollout: name of the evicted rollout, or of the rollout that contained the unit's first sample. The name is None
             if there is no rollout.
     """
@@ -439,8 +440,8 @@ class EvictedUnits:
     """Units evicted by a task's claims, sorted by serial.
 
     Attributes:
-        units: evicted units with a serial above the requested serial.
-        dropped_count: number of evicted units above the requested serial that the service no longer stores.
+        units: evicted units whose serial is greater than the requested serial.
+        dropped_count: number of evicted units with a greater serial that the service no longer stores.
     """
 
     units: tuple[EvictedUnit, ...]
@@ -485,12 +486,13 @@ class PartitionDescription:
 
     Attributes:
         summary: name, incarnation and basic counts of the partition.
-        expected_samples: number of samples that will be inserted, as declared by the creator. The number is None if not
-            declared.
+        expected_samples: number of samples that will be inserted, as declared by the creator, or None if the
+            creator declared no number.
         live_count: number of live samples.
         held_count: number of held samples.
         failed_count: number of failed samples.
-        group_count: number of groups with members in the partition. Rollouts without a group are not counted.
+        group_count: number of groups that have at least one member in the partition. Rollouts without a group are not
+            counted.
         rollout_count: number of rollouts with samples in the partition.
         fields: the partition's fields, each with the number of its values.
         tasks: status of each task in the partition.
@@ -500,7 +502,8 @@ class PartitionDescription:
         admissions: limits on the outstanding work of each task.
         waiting_put_count: number of puts of new samples that wait for capacity or for a task.
         declared_tasks: names of the tasks that may consume the partition. If empty, any task may consume the partition.
-        samples_per_round: number of samples per round, as declared by the creator. The number is None if not declared.
+        samples_per_round: number of samples per round, as declared by the creator, or None if the creator declared no
+            number.
         revision: revision of this description, from which `watch` can start.
         release: rules for clearing samples automatically. If None, samples are never cleared automatically.
         released_count: number of samples released because all required tasks had finished with them.
@@ -535,8 +538,8 @@ class SamplerOption:
 
     Attributes:
         name: name of the option.
-        type: type of the option, such as "whole number", "text or null" or "one of skip, take". The type is empty if
-            the sampler does not declare it.
+        type: type of the option, such as "whole number", "text or null" or "one of skip, take". The string is empty if
+            the sampler does not declare a type.
         default_json: default value as JSON, or None if the option is required.
         summary: one-sentence description of the option.
     """
@@ -549,7 +552,7 @@ class SamplerOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerDescription:
-    """A sampler's name for use in `claim`, a summary, and the sampler's options."""
+    """Description of a sampler: its name, as passed to `claim`, a summary, and its options."""
 
     name: str
     summary: str
@@ -588,21 +591,21 @@ class RecordingStatus:
     """State of a service's step recording.
 
     Attributes:
-        place: directory or URL of the recording, without passwords. The text is empty if the caller's token does not
-            cover all partitions.
+        place: directory or URL of the recording, without passwords. Empty if the caller's token does not cover all
+            partitions.
         is_recording: whether the service is recording steps. The value is False after an error.
         error: the error that stopped the recording. The text is empty if there was no error.
         step_count: number of steps in the recording.
         stored_bytes: size in bytes of all steps in the recording.
         recorded_step_count: number of steps recorded since the service started.
         skipped_step_count: number of steps that the service has failed to record since it started.
-        removed_step_count: number of steps removed to make space for newer steps since the service started.
+        removed_step_count: number of steps removed since the service started to make space for newer ones.
         pending_bytes: number of bytes in memory that are waiting to be written to the recording.
-        copied_bytes: number of bytes recorded by copying puts since the service started.
+        copied_bytes: number of bytes that were copied from puts into the recording since the service started.
         linked_bytes: number of bytes recorded since the service started by linking to files in the data directory
             instead of copying them.
-        processor_seconds: CPU time spent on recording since the service started, excluding writes by the operating
-            system.
+        processor_seconds: CPU time spent on recording since the service started. Writes by the operating system are not
+            counted.
     """
 
     place: str
@@ -674,10 +677,10 @@ class ControllerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorStatus:
-    """The mirror of a storage service, which stores copies of puts on other nodes.
+    """Status of a storage service's mirror, which stores copies of puts on other nodes.
 
     Attributes:
-        url: URL of the object store, without user, password and settings.
+        url: URL of the object store, without user name, password or settings.
         is_reachable: whether the object store responded to the last call. The value is None before the first call.
         unmirrored_bytes: number of bytes in puts that lack required copies, including incomplete puts.
         short_put_count: number of puts that have all required copies but fewer copies than requested.
@@ -751,11 +754,11 @@ class ServiceStatus:
         storages: the controller's storage services, sorted by name.
         partitions: the service's partitions, sorted by name.
         waits: waiting calls by reason, sorted by partition and, within a partition, by the arrival of the first call.
-            There are at most 32 entries per partition.
-        revision: revision of the complete status, from which `watch` can start.
+            At most 32 entries are listed per partition.
+        revision: revision of the complete status. A `watch` call can start from this revision.
         controllers: the controllers of the cluster, starting with the leader. The tuple is empty if there is only a
             single controller.
-        policies: published policy versions, sorted by policy.
+        policies: published version of each policy, sorted by policy.
     """
 
     service: ServiceInfo
@@ -768,7 +771,7 @@ class ServiceStatus:
 
     @property
     def own_storages(self) -> list[StorageStatus]:
-        """The storage services, excluding adopted entries, for adding up bytes and quotas."""
+        """The storage services, excluding adopted entries. Use this list when you add up bytes or quotas."""
         return [storage for storage in self.storages if not storage.is_adopted]
 
     def successor_of(self, adopted: StorageStatus) -> str | None:
@@ -795,7 +798,7 @@ class RestoredCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """Summary of a checkpoint in a listing.
+    """Summary of a checkpoint, as returned by `list_checkpoints`.
 
     Attributes:
         name: name of the checkpoint, relative to the service's `checkpoint_dir`.
@@ -823,7 +826,7 @@ class CheckpointCopy:
         name: name of the checkpoint, relative to the service's `checkpoint_dir`.
         put_count: number of puts that are created when the checkpoint is restored.
         value_bytes: total size in bytes of the puts that are created when the checkpoint is restored.
-        pause_seconds: longest time for which the service answered no calls while writing the checkpoint.
+        pause_seconds: longest period during which the service answered no calls while writing the checkpoint.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Types shared by all layers, such as layouts, sample states and field specs, and checks of names and numbers."""
+"""Types shared by all layers, such as field specs and sample states, and functions that check names and numbers."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ DTYPE_SIZES: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The published version of a policy plus an offset, for use as the right-hand side of a condition.
+    """A policy's published version plus an offset, for use as the right-hand side of a condition.
 
     Attributes:
         policy: name of the policy.
@@ -127,14 +127,14 @@ class FieldSpec:
             and jagged from then on. If None, the partition's `default_layout` applies.
         row_shape: shape of a row, with -1 for ragged dimensions and () for scalars. If None, the first put determines
             the shape.
-        encoding: encoding of objects: UTF-8 text, raw bytes, or msgpack, which can represent any object. A field
-            declared as text or bytes rejects all other values. With None or msgpack, the field accepts any object and
-            stores it in the encoding chosen by the put.
+        encoding: how objects are encoded: as UTF-8 text, as raw bytes, or in msgpack, which can represent any object. A
+            field declared as text or bytes rejects all other values. With None or msgpack, the field accepts any object
+            and stores it in the encoding chosen by the put.
         write_once: whether each sample's value can be written only once. Until the sample is cleared, a second write
             fails with AlreadyExistsError.
-        scope: "row": each sample has its own value. "group": all samples in a group share a value, such as the image in
-            their prompt, which `put_groups` stores only once. Group fields must be declared when the partition is
-            created.
+        scope: "row" if each sample has its own value, or "group" if all samples in a group share a value. `put_groups`
+            stores a shared value, such as the image in a prompt, only once. Group fields must be declared when the
+            partition is created.
     """
 
     name: str
@@ -238,42 +238,44 @@ class FieldSpec:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Limit on a task's outstanding work in a partition. Puts of new samples wait until the limit permits them.
+    """Limit on a task's outstanding work in a partition. Puts that add samples wait until the limit permits them.
 
-    A sample is outstanding from its insertion until it is given back, which by default happens on delivery. Samples are
-    also given back when they fail, are cleared before delivery, are dead-lettered, or are skipped with their group.
+    A sample is outstanding from its insertion until its capacity is returned, which by default happens on delivery. The
+    capacity is also returned if the sample fails, is cleared before delivery, is dead-lettered, or is skipped with its
+    group.
 
     Attributes:
         task_name: name of the task to limit. Until the task's first claim, all samples are pending.
         most: maximum number of outstanding units, at least 1.
-        unit: whether `most` counts samples, rollouts or groups. A sample without a rollout or group counts as a unit.
+        unit: what `most` counts: samples, rollouts or groups. A sample without a rollout or group counts as a unit.
             Adding members to a group or rollout does not increase the count.
         given_back: event after which a unit is no longer outstanding. "delivered": the unit is delivered. "trained":
             the unit's batch has been trained on, or the unit's samples are acknowledged. "published": the next version
             of `policy` is published after the training or acknowledgement.
         policy: policy for `given_back="published"`, which waits for the policy's next version. The name is relative to
             the client's namespace.
-        max_staleness: maximum number of versions that may be published between creating a sample's slot and training on
-            that sample. This setting also sets `most` to `(max_staleness + 1) * global_batch`, and `given_back` to
-            "published". All batches are planned within this limit, and samples can only be created with `acquire` or
-            `claim(admit=)`. None means unbounded.
+        max_staleness: maximum number of versions that may be published after a sample's slot is created and before the
+            sample is trained on. This setting also sets `most` to `(max_staleness + 1) * global_batch`, and
+            `given_back` to "published". Batches are planned so that no sample exceeds this limit. Samples can then be
+            created only with `acquire` or `claim(admit=)`. None means unbounded.
         global_batch: number of units that all ranks together consume per version. Used with `max_staleness`.
         late: with `max_staleness`, what happens to unfinished units that delay a batch. "wait": batches wait for these
             units. "evict": the units are evicted, even if a worker is processing them; see `claim(unmatched=,
             refill=)`.
-        most_running: maximum number of held units, that is, units whose generation is in progress. At the limit,
-            `acquire`, `claim(admit=)` and puts of held samples wait until other units finish. A group counts as held
-            while any of its samples is held. 0 means unlimited.
-        overflow: what happens to a put that would exceed `most` outstanding units. "wait": the put waits.
-            "drop_lowest": the put also clears the pending units with the lowest priority. The put never clears a unit
-            that is held, leased, in a batch that ranks have yet to train on (`advance`), or in an incomplete group.
+        most_running: maximum number of held units, that is, units whose generation is in progress. When the limit is
+            reached, `acquire`, `claim(admit=)` and puts of held samples wait until other units finish. A group counts
+            as held while any of its samples is held. If `most_running` is 0, there is no limit.
+        overflow: what happens to a put that would raise the number of outstanding units above `most`. "wait": the put
+            waits. "drop_lowest": the put also clears the pending units with the lowest priority. The put never clears a
+            unit that is held, leased, in a batch that ranks have yet to train on (`advance`), or in an incomplete
+            group.
         priority_key: custom_meta column with each sample's priority, for `overflow="drop_lowest"`. A group's priority
             is the mean of its members' priorities. Units without a priority are dropped last. Among units of equal
             priority, the oldest are dropped first. If `priority_key` is empty, the oldest units are dropped first.
         samples_per_insert: target ratio of deliveries to inserted samples. The task's batches wait if the ratio is too
-            high, and puts wait if the ratio is too low. 0 means unbounded.
+            high, and puts wait if the ratio is too low. 0 means that the ratio is unbounded.
         min_size_to_sample: with `samples_per_insert`, the number of samples that must be inserted before the first
-            batch. Only samples inserted later count toward the ratio. 0 is treated as 1.
+            batch. Only samples inserted later count toward the ratio. A value of 0 is treated as 1.
         error_buffer: with `samples_per_insert`, the maximum deviation from the ratio, as a number of deliveries.
     """
 
@@ -311,15 +313,15 @@ class Admission:
         self._set_by_staleness()
         if self.most < 1:
             raise InvalidArgumentError(
-                f"most in the admission of task {self.task_name!r} is {self.most}; expected 1 or more. Alternatively, "
-                "set max_staleness and global_batch",
+                f"most in the admission of task {self.task_name!r} is {self.most}; expected 1 or more. To have most "
+                "calculated, set max_staleness and global_batch instead",
                 field="admissions",
             )
         check_range("most_running", self.most_running, 0, hint="; 0 means no limit")
         self._check_replay()
 
     def _check_replay(self) -> None:
-        """Raise InvalidArgumentError if a combination of replay-buffer options is meaningless."""
+        """Raise InvalidArgumentError if the replay-buffer options are not valid together."""
         ratio, least = self.samples_per_insert, max(1.0, self.samples_per_insert)
         given_ratio = self.min_size_to_sample != 0 or self.error_buffer != 0
         for is_wrong, name, expected in (
@@ -363,8 +365,8 @@ class Admission:
             return
         if self.max_staleness < 0 or self.global_batch < 1:
             raise InvalidArgumentError(
-                f"max_staleness {whose} is {self.max_staleness}, and global_batch is {self.global_batch}; expected 0 "
-                "or more versions, and a global batch of 1 or more units across all ranks",
+                f"max_staleness {whose} is {self.max_staleness}, and global_batch is {self.global_batch}; expected a "
+                "max_staleness of at least 0 versions, and a global_batch of at least 1 unit across all ranks",
                 field="admissions",
             )
         most = (self.max_staleness + 1) * self.global_batch
@@ -383,9 +385,9 @@ class Admission:
 class Release:
     """Rules for clearing a partition's samples automatically.
 
-    The change that makes a sample due for release also clears the sample. Released samples are counted. All samples in
-    a group are released together. A sample is never released while it is held, or leased by a worker of any task. After
-    a release, keys and group names can be reused, just as after a clear.
+    A sample is cleared by the same change that makes it due for release. Released samples are counted by reason. All
+    samples in a group are released together. A sample is never released while it is held, or leased by a worker of any
+    task. After a release, keys and group names can be reused, just as after a clear.
 
     Attributes:
         when: event that completes a sample consumed by ranks: "trained", or "saved" if a trainer checkpoint must cover
@@ -393,7 +395,7 @@ class Release:
             or was skipped with its group also counts as completed. The sample is released once all of `tasks` have
             completed it. If None, consumption does not release samples.
         tasks: tasks that must complete a sample before it is released. Queue claims for these tasks must be leased. If
-            empty, all declared `tasks` of the partition must complete the sample.
+            this list is empty, every task declared in the partition's `tasks` must complete the sample.
         ttl_seconds: time after which a sample is released, even if tasks have not completed it. The time is counted
             from when the sample is put or becomes live, and starts over when the service starts. A sample is kept for
             as long as one of `tasks` has yet to train on or save the sample's batch. If None, samples do not expire.
@@ -428,13 +430,14 @@ class Admit:
     Attributes:
         partition_id: name of the existing partition that receives the slots.
         group_size: number of slots per prompt. If this number is greater than 1, the slots form a group named after the
-            prompt's key. If it is 1 or None, each prompt gets a single slot with the same key as the prompt.
+            prompt's key. If this number is 1 or None, each prompt gets a single slot, which has the same key as the
+            prompt.
         on_lost: what happens to slots that are still held when the lease expires. "remove": the slots are removed, and
             their prompts can be claimed again. "requeue": workers can claim the slots with `claim(held=True)`. "fail":
             the slots fail. With "requeue" and "fail", the prompts themselves count as done.
         policy: policy whose published version is stored as `start_version` in the slots' custom_meta. If None, the
-            policy of the admission with a `max_staleness` is used. If there is no such admission, `start_version` is
-            not set.
+            policy of the admission with a `max_staleness` is used. If no admission sets `max_staleness`,
+            `start_version` is not set.
     """
 
     partition_id: str
@@ -481,7 +484,7 @@ _CONSUMED: Final = ("consumed_count", "kept_count")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndCounts:
-    """Number of samples in a partition by outcome, counted when a task reached the end of the partition.
+    """Sample counts by outcome, taken when a task reached the end of a partition.
 
     All ranks receive the same counts.
 
@@ -492,9 +495,9 @@ class EndCounts:
         dead_lettered_count: number of samples delivered `max_deliveries` times without being acknowledged, including
             cleared samples.
         excluded_count: number of samples excluded by the task's `where`.
-        in_incomplete_groups_count: number of samples in groups that can no longer become complete.
-        left_over_count: number of ready samples that were not planned, because the last batch was too short
-            (`drop_last`) or the sampler omitted them.
+        in_incomplete_groups_count: number of samples whose groups can no longer become complete.
+        left_over_count: number of ready samples that were never planned. Either the last batch was too short
+            (`drop_last`), or the sampler omitted these samples.
         overlong_count: number of samples that the sampler dropped from a batch, for example with `overlong="drop"`,
             including cleared samples.
         kept_count: number of samples in `consumed_count` that were consumed in earlier epochs, before
@@ -513,7 +516,7 @@ class EndCounts:
 
     @property
     def skipped_counts(self) -> dict[str, int]:
-        """The nonzero counts of samples that the task will never receive, keyed by attribute name."""
+        """Counts of samples that the task will never receive, keyed by attribute name. Zero counts are omitted."""
         return {name: count for name, count in asdict(self).items() if count and name not in _CONSUMED}
 
     @property
@@ -547,7 +550,10 @@ def check_range(name: str, value: float, least: int, most: float = _LARGEST, hin
 
 
 def check_named_rows(name: str, count: int) -> None:
-    """Reject a write of too many samples with keys or groups, because it would block the event loop for too long."""
+    """Reject a write that contains too many samples with keys or groups.
+
+    Such a write would block the event loop for too long.
+    """
     if count > MOST_NAMED_PER_WRITE:
         raise InvalidArgumentError(
             f"{name} contains {count} samples; expected at most {MOST_NAMED_PER_WRITE} per call. Write them in several "
@@ -576,7 +582,8 @@ def check_name(what: str, name: str) -> None:
 CONTROLLER_NAME_BYTES: Final = 8
 """Number of leading bytes in a controller id that identify the controller and stay the same across restarts.
 
-Controllers with persistent state keep the entire id. Without persistent state, the remaining bytes are random.
+A controller with persistent state keeps its entire id across restarts. If a controller has no persistent state, the
+remaining bytes of its id are random.
 """
 
 
@@ -591,5 +598,5 @@ def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, and the
 
 
 def check_passed_on(name: str, value: bytes) -> None:
-    """Raise InvalidArgumentError if an id that should come from the service is malformed."""
+    """Raise InvalidArgumentError if an id is malformed. Callers must send ids exactly as the service returned them."""
     check_id(name, value, "send the id as returned by the service")

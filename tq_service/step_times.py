@@ -1,6 +1,6 @@
 """Time breakdown of a trainer's steps.
 
-`StepTimer` measures the stages of each step. `StepReport` shows the share of each stage and gives advice.
+`StepTimer` measures the stages of each step. `StepReport` shows each stage's share of the step time and gives advice.
 
 A step ends when the trainer receives its next data. The step time consists of the trainer's own work and the stages
 that it waited for. Fetching a batch while the trainer works does not prolong the step. A stage is therefore counted
@@ -41,18 +41,18 @@ _LITTLE: Final = 0.05  # share of the step time below which a stage is not worth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds that trainer ranks spent on their latest batches, by stage. All stages but the first are waiting time.
+    """Seconds that trainer ranks spent on their latest batches, by stage. All stages except the first are waiting time.
 
     Attributes:
         work_seconds: time spent on the trainer's own work.
-        rollouts_seconds: time spent waiting for the batch to become ready. Either samples were missing, or the claim
-            waited for a version, a staleness limit or capacity (see `explain`).
+        rollouts_seconds: time spent waiting for the batch to become ready. The claim waited for samples, a version, a
+            staleness limit or capacity (see `explain`).
         plan_seconds: time spent on calls to the controller, including planning and the network round trip.
         transfer_seconds: time spent transferring bytes from storage services.
         host_seconds: time spent decoding, copying, splitting and packing on the host.
-        device_seconds: time that the host spent waiting for copies to a device.
-        loader_seconds: time spent on the loader's other work, such as waiting for the replica that fetches batches for
-            this rank.
+        device_seconds: time that the host spent waiting for data to be copied to a device.
+        loader_seconds: time that the loader spent on anything else, such as waiting for the replica that fetches
+            batches for this rank.
         put_seconds: time spent on puts made by the trainer itself.
         batch_count: number of batches that were measured.
         rank_count: number of ranks over which the times are summed.
@@ -95,7 +95,7 @@ class StepTimes:
 
     @property
     def shares(self) -> dict[Stage, float]:
-        """Share of the total time that each stage takes, from 0 to 1. All shares are 0 if nothing was measured."""
+        """Each stage's share of the total time, from 0 to 1. All shares are 0 if nothing was measured."""
         total = self.total_seconds
         return {stage: each / total if total else 0.0 for stage, each in self.seconds.items()}
 
@@ -120,17 +120,17 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
-    """Cost of calls of one kind, as measured by the caller, whether or not the trainer waited for the calls.
+    """Cost of calls of one kind, measured by the caller. Calls that the trainer did not wait for are included.
 
     Attributes:
-        stage: kind of call: `plan` for claims, and `transfer` and `host` for the two parts of `get_data`.
-        call_count: number of calls on which the costs are based, at most the latest 256.
+        stage: kind of call. `plan` denotes claims; `transfer` and `host` denote the two parts of `get_data`.
+        call_count: number of calls on which the costs are based. At most the latest 256 calls are included.
         mean_seconds: mean duration of a call.
         mean_bytes: mean number of bytes per call, or 0 for claims.
-        fixed_seconds: part of a call's duration that does not depend on its size. The value is None if the sizes vary
-            too little for an estimate.
-        bytes_per_second: throughput during the rest of the call's duration. The value is None if the sizes vary too
-            little for an estimate.
+        fixed_seconds: the part of a call's duration that does not depend on the call's size. The value is None if the
+            sizes vary too little for an estimate.
+        bytes_per_second: throughput during the part of a call's duration that depends on its size. The value is None if
+            the sizes vary too little for an estimate.
     """
 
     stage: Stage
@@ -142,7 +142,7 @@ class CallCost:
 
     @classmethod
     def of(cls, stage: Stage, calls: Sequence[tuple[int, float]]) -> CallCost:
-        """Calculate the cost of calls from the byte count of each call and its duration in seconds."""
+        """Calculate the cost of calls from each call's size in bytes and its duration in seconds."""
         sizes, seconds = zip(*calls, strict=True)
         fixed, rate = fit_calls(sizes, seconds) or (None, None)
         return cls(
@@ -187,7 +187,7 @@ class StepReport:
 
 
 class StepTimer:
-    """A timer that breaks a trainer's step time down by stage.
+    """A timer that breaks down a trainer's step time by stage.
 
     Each loader has a timer. Code that does not use a loader creates a timer itself.
 
@@ -219,9 +219,9 @@ class StepTimer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a step. Client calls in the block count as waiting, and everything else as the trainer's own work.
+        """Measure a step. Time in client calls counts as waiting, and all other time as the trainer's own work.
 
-        Only calls made in the block's thread, or in an asyncio task that the block starts, are counted. A step that
+        Calls count only if they are made in the block's thread or in an asyncio task that the block starts. A step that
         raises an exception is not counted.
         """
         reported = step_report.set(self.take_report)
@@ -235,15 +235,14 @@ class StepTimer:
         self.add(began_at, ended_at, ended_at, calls=calls, waits=Collected(batch_count=1))
 
     def add(self, began_at: float, asked_at: float, ended_at: float, *, calls: Collected, waits: Collected) -> None:
-        """Add all or part of a step, in which the trainer worked until `asked_at` and waited until `ended_at`.
+        """Add a complete or partial step. The trainer worked until `asked_at`, then waited until `ended_at`.
 
         Args:
             began_at: time when the trainer received its previous data.
             asked_at: time when the trainer requested more data.
             ended_at: time when the trainer received the requested data.
             calls: calls made by the trainer while it worked.
-            waits: all stages of the batch that the trainer waited for, and the number of batches that begin in this
-                part of the step.
+            waits: stages of the awaited batch, and the number of batches that start in this part of the step.
         """
         seconds = dict.fromkeys(Stage, 0.0)
         _split(seconds, began_at, asked_at, calls.spans, Stage.WORK)
@@ -269,7 +268,7 @@ class StepTimer:
         return StepReport(times=self._times(), calls=tuple(CallCost.of(stage, each) for stage, each in calls.items()))
 
     def take_report(self) -> StepTimes | None:
-        """Return the times to report to the service, or None if times were already reported a moment ago."""
+        """Return the times to report to the service, or None if no report is due."""
         now = self.clock()
         if not self._batches or (self._reported_at is not None and now - self._reported_at < _REPORT_SECONDS):
             return None
@@ -294,7 +293,7 @@ class StepTimer:
 def _split(seconds: dict[Stage, float], begin: float, end: float, spans: Sequence[Span], rest: Stage) -> None:
     """Attribute the time from `begin` to `end` to the active stages, or to `rest` while no stage is active.
 
-    While several stages are active, the time is attributed to the last one in the order of `Stage`.
+    While several stages are active, the time is attributed to the active stage that comes last in `Stage`.
     """
     if end <= begin:
         return
@@ -314,11 +313,11 @@ _ORDER: Final = {stage: number for number, stage in enumerate(Stage)}
 def fit_calls(size_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
     """Fit `seconds = fixed + bytes / rate` to calls by least squares, with reduced weights for outliers.
 
-    The weights are Huber's (Robust Estimation of a Location Parameter, 1964), computed iteratively.
+    The weights are Huber's (Robust Estimation of a Location Parameter, 1964) and are computed iteratively.
 
     Returns:
-        The fixed seconds per call and the bytes per second. None if there are too few calls, if call sizes vary too
-        little, or if larger calls do not take longer.
+        The fixed time per call in seconds, and the rate in bytes per second. None if there are too few calls, if call
+        sizes vary too little, or if larger calls do not take longer.
     """
     import numpy as np  # noqa: PLC0415  (the command line reads results without numpy)
 

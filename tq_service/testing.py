@@ -29,9 +29,9 @@ _STOP_SECONDS: Final = 30.0  # longer than the 15 s for which a service waits un
 
 
 class ListeningProcess:
-    """A program that prints a line with "listening on host:port" as soon as it accepts connections.
+    """A program that prints a line containing "listening on host:port" as soon as it accepts connections.
 
-    A `with` block starts the program, waits for this line, and stops the program at the end of the block:
+    On entry, a `with` block starts the program and waits for this line. On exit, the block stops the program:
 
         start ... stop | kill -> start ...
 
@@ -175,10 +175,10 @@ class ListeningProcess:
         """Return the contents of the program's log file.
 
         Raises:
-            ValueError: the program has no separate log file.
+            ValueError: the program's log is not written to a file, because `log` is None.
         """
         if self._log is None:
-            raise ValueError("the program has no separate log file; set log to the path of a file")
+            raise ValueError("the program has no separate log file; set log to a file path")
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -274,6 +274,6 @@ class ServiceProcess(ListeningProcess):
         )
 
     def restart(self) -> None:
-        """Kill the service if it is running, and start the service again."""
+        """Kill the service if it is running, then start it again."""
         self.kill()
         self.start()

@@ -1,4 +1,4 @@
-"""The versions of the package and of its protocol, which services and clients send to each other."""
+"""The package version and the protocol version, which services and clients exchange."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMMIT_LENGTH: Final = 9
 
 
 def _commit() -> str:
-    """Return the commit this package was built from or its git clone has checked out, or "" if unknown."""
+    """Return the commit this package was built from, or the one checked out in its git clone, or "" if unknown."""
     try:
         return (_PACKAGE / "COMMIT").read_text().strip()  # written by hatch_build.py
     except OSError:
@@ -52,7 +52,7 @@ def _head_of(clone: Path) -> str:
 
 COMMIT: Final = _commit()[:_COMMIT_LENGTH]
 BUILD: Final = f"{VERSION}+{COMMIT}" if COMMIT else VERSION
-"""Version and commit, such as "0.1.0+64c3520ab", which form a local version as defined by PEP 440."""
+"""The version and commit as a PEP 440 local version, such as "0.1.0+64c3520ab"."""
 
 USER_AGENT: Final = f"tq-service/{BUILD} (protocol {PROTOCOL})"
-"""Prefix of the user agent in every call, which tells the service the caller's protocol version."""
+"""Prefix of the user agent sent with every call. It tells the service the caller's protocol version."""

@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 
 class WaitClock:
-    """A clock that adds up the wait time of a single call.
+    """A clock that measures the total wait time of a single call.
 
     Attributes:
         seconds: total wait time in seconds.
@@ -30,7 +30,7 @@ WhileWaiting: TypeAlias = Callable[[], AbstractContextManager[None]]
 class Waiting:
     """Context manager that adds the duration of its `with` block to the current call's wait time.
 
-    The `with` blocks of a call must not overlap.
+    Within one call, these `with` blocks must not overlap.
     """
 
     __slots__ = ("_began_at", "_clock")

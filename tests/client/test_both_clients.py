@@ -186,7 +186,11 @@ async def test_partitions_and_services(client):
         ({"target": "p", "keys": "k0"}, tq.errors.InvalidArgumentError, "list of strings"),
         ({"target": "p", "state": "alive"}, tq.errors.InvalidArgumentError, "live, held, failed"),
         ({"target": "p", "key_mode": "old"}, tq.errors.InvalidArgumentError, "upsert, new, existing"),
-        ({"target": "p", "custom_meta": [{"a": 1}]}, tq.errors.InvalidArgumentError, "for 1 samples, expected 2"),
+        (
+            {"target": "p", "custom_meta": [{"a": 1}]},
+            tq.errors.InvalidArgumentError,
+            r"covers 1 sample\(s\), expected 2",
+        ),
         ({"target": "p", "timeout": float("inf")}, tq.errors.InvalidArgumentError, "finite"),
         ({"target": "p", "data": {"o": [object(), 1]}}, TypeError, "object"),
     ],

@@ -137,7 +137,7 @@ WRONG = [
     ({"keys": np.array(["a", "b", "a"])}, "keys", "key 'a' occurs twice in one put"),
     ({"keys": np.array(["a", "", "b"])}, "keys", "a key is empty"),
     ({"custom_meta": {"a": np.arange(3), "b": np.arange(2)}}, "custom_meta", r"custom_meta\['b'\] has 2 values"),
-    ({"custom_meta": {"a": np.arange(2)}}, "custom_meta", "custom_meta is for 2 samples, expected 3"),
+    ({"custom_meta": {"a": np.arange(2)}}, "custom_meta", r"custom_meta covers 2 sample\(s\), expected 3"),
     (
         {"custom_meta": {"a": 3}},
         "custom_meta",

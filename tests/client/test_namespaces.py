@@ -178,13 +178,13 @@ def test_the_environment_says_which(monkeypatch):
     monkeypatch.setenv(NAMESPACE_VARIABLE, "run-10")
     assert [each.namespace for each in pickle.loads(kept)] == ["run-9", ""]
     monkeypatch.setenv(NAMESPACE_VARIABLE, "run-9/")
-    with pytest.raises(tq.errors.InvalidArgumentError, match="TQ_NAMESPACE is 'run-9/', expected printable text"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="TQ_NAMESPACE is 'run-9/'; expected printable text"):
         tq.Client("localhost")
 
 
 @pytest.mark.parametrize("name", ["", "/run", "run/", "a\nb", 7, True])
 def test_names_that_are_none(name):
-    with pytest.raises(tq.errors.InvalidArgumentError, match=r"namespace is .*, expected printable text"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match=r"namespace is .*; expected printable text"):
         tq.Client("localhost", namespace=name)
 
 

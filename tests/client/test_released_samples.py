@@ -107,7 +107,7 @@ async def test_settings_that_differ_are_refused_with_both_rules(client):
     await client.create_partition("p", release=tq.Release("saved", ("train",)))
     with pytest.raises(tq.errors.AlreadyExistsError, match=r"release is saved by train, got 60 s old"):
         await client.create_partition("p", release=tq.Release(ttl_seconds=60.0))
-    with pytest.raises(tq.errors.InvalidArgumentError, match="expected Release"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="expected type Release"):
         await client.create_partition("q", release="saved")
     with pytest.raises(tq.errors.InvalidArgumentError, match="names no tasks") as raised:
         await client.create_partition("q", release=tq.Release("saved"))

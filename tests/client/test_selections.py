@@ -60,7 +60,7 @@ async def test_conditions_choose_among_all_and_among_those_that_are_named(client
 
 async def test_what_cannot_be_asked_is_refused(client):
     await put_eight(client)
-    with pytest.raises(tq.errors.InvalidArgumentError, match="selected by keys and by groups"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="got keys and groups"):
         await client.lookup_samples("p", ["k0"], groups=["a"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="contains int64 values, got 'x'") as raised:
         await client.lookup_samples("p", where=[("version", "==", "x")])

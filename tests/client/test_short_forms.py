@@ -60,7 +60,7 @@ async def test_samples_are_trained_within_the_bound_and_cleared(client):
         ({"clear_after": ["actor"], "release": tq.Release("saved", ["actor"])}, "clear_after", "both set"),
         ({"clear_after": []}, "clear_after", "clear_after is empty"),
         ({"clear_after": "actor"}, "clear_after", "expected a list of strings"),
-        ({"release": "trained"}, "release", "release has a str, expected Release"),
+        ({"release": "trained"}, "release", "release: got a value of type str, expected type Release"),
     ],
 )
 async def test_an_incomplete_short_form_is_refused(kind, arguments, field, words):

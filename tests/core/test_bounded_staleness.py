@@ -190,7 +190,7 @@ async def test_what_could_evade_the_bound_is_refused():
     for arguments, message in (
         ({"batch_size": 3}, "requires batches of 2 samples over all ranks; got 3"),
         ({"batch_unit": "group"}, "got 2 groups"),
-        ({"max_uses": 2}, "trained once"),
+        ({"max_uses": 2}, "trained on once"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             await take(catalog, 0, **{"batch_size": 2} | arguments)
@@ -206,8 +206,8 @@ async def test_what_could_evade_the_bound_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_staleness": -1, "global_batch": 1}, "0 or more versions"),
-        ({"max_staleness": 1}, "1 or more"),
+        ({"max_staleness": -1, "global_batch": 1}, "at least 0 versions"),
+        ({"max_staleness": 1}, "at least 1 unit"),
         ({"global_batch": 4, "most": 2}, "max_staleness is not set"),
         ({"most": 2, "late": "evict"}, "max_staleness is not set"),
         ({"max_staleness": 1, "global_batch": 2, "late": "never"}, "wait, evict"),

@@ -106,7 +106,7 @@ def test_what_answers_take_is_the_same_after_they_were_frozen(clock):
 def test_an_id_is_for_one_kind_of_answer():
     log, request_id = log_of(60), new_id()
     assert log.run_once(request_id, lambda: 7, int) == 7
-    with pytest.raises(InvalidArgumentError, match="with a result of type int"):
+    with pytest.raises(InvalidArgumentError, match="whose result was of type int"):
         log.run_once(request_id, lambda: "no", str)
     assert log.run_once(request_id, lambda: 8, int) == 7
 

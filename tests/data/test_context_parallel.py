@@ -192,7 +192,7 @@ def test_shares_are_padded_to_the_longest_of_a_batch(filled: LiveServer) -> None
         ({"cp_fields": ["label"]}, "cp_fields has field 'label', which is not in data_fields"),
         ({"cp_fields": ["labels"], "read_options": {"slices": {"labels": (0, 1)}}}, "is also in the slices"),
         ({"cp_fields": ["labels"], "cp_layout": "spiral"}, "layout 'spiral'"),
-        ({"read_options": {"device": "cpu"}}, "read_options has 'device'"),
+        ({"read_options": {"device": "cpu"}}, "read_options contains 'device'"),
         ({"read_options": {"slices": {"labels": []}}}, "one slice per row of field 'labels'"),
         ({"read_options": {"length": 3}}, "padded is False"),
     ],

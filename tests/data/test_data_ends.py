@@ -299,7 +299,7 @@ def test_a_loader_that_is_closed_warns_of_batches_that_it_has_not_handed_out(
         loader.close()
         loader.close()
     (warning,) = warnings_of(caplog)
-    assert "closed with 2 prefetched batches that were not delivered, starting with batch 1" in warning
+    assert "closed before it delivered 2 prefetched batches, starting with batch 1" in warning
 
 
 class AskedFor:

@@ -176,8 +176,8 @@ def test_shares_and_packs_that_do_not_agree_are_refused(server: LiveServer, chan
 @pytest.mark.parametrize(
     ("share", "changes", "says"),
     [
-        (tq.RowSlice(ranges=(0, 4), fill=None), {}, "share: got a slice without chunks or fill"),
-        (tq.RowSlice.share(0, 2), {}, "share: got a slice without chunks or fill"),
+        (tq.RowSlice(ranges=(0, 4), fill=None), {}, "share: got a slice that lacks chunks or fill"),
+        (tq.RowSlice.share(0, 2), {}, "share: got a slice that lacks chunks or fill"),
         (tq.RowSlice.share(0, 2, fill=0), {"align": 2}, "align: got 2; expected 4"),
         (tq.RowSlice.share(0, 2, fill=0), {"overlong": "truncate"}, "overlong: got 'truncate' with shares"),
     ],

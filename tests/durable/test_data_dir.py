@@ -159,7 +159,7 @@ def test_a_lost_identity_is_not_made_up(tmp_path: Path) -> None:
     journal.close()
     data_dir.close()
     (tmp_path / "identity.json").unlink()
-    with pytest.raises(DataDirError, match=r"contains a journal or snapshots, but no identity\.json"):
+    with pytest.raises(DataDirError, match=r"contains a journal or snapshots, but not identity\.json"):
         DataDir.open(tmp_path)
 
 

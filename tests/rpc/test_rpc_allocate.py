@@ -250,7 +250,7 @@ def test_more_than_the_quota(client_kind: Any, start_server: StartServer) -> Non
         ([FieldSpec("x", dtype="int64", row_shape=(-1,))], {"x": [1]}, "extents"),
         ([FieldSpec("x", dtype="int64", row_shape=(-1,))], {"x": [1, -1]}, "negative"),
         ([FieldSpec("x", dtype="int64", row_shape=(2,))], {"x": [1, 1]}, "is dense but has lengths"),
-        ([FieldSpec("x", dtype="int64", row_shape=(2,))], {"y": [1, 1]}, "lengths has fields"),
+        ([FieldSpec("x", dtype="int64", row_shape=(2,))], {"y": [1, 1]}, "lengths contains fields"),
     ],
 )
 def test_what_is_not_described(fields: Any, lengths: Any, message: str, client: AnyClient) -> None:

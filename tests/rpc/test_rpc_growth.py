@@ -224,7 +224,7 @@ def test_a_cell_takes_so_many_appends_and_then_one_put(client: AnyClient, monkey
     ("arguments", "problem"),
     [
         ({"at": [0]}, "at has 1 lengths, expected 2"),
-        ({"at": [0, -1]}, r"at\[1\] is -1, expected a length"),
+        ({"at": [0, -1]}, r"at\[1\] is -1; expected an integer"),
         ({"at": [0, 0.5]}, r"at\[1\] is 0.5"),
         ({"data": {"tokens": [[1]]}}, "metadata has 2 samples, but field 'tokens' has 1 rows"),
     ],

@@ -133,7 +133,7 @@ def test_a_sample_that_is_cleared_while_its_column_comes_is_not_made_again_from_
 def test_existing_keys_must_be_named(service: Service, has_columns: bool) -> None:
     client = tq.Client(service[0].address, timeout=30)
     client.put("train", {"x": np.zeros(1)}, keys=["k"])
-    with pytest.raises(tq.errors.InvalidArgumentError, match="key_mode is existing"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="key_mode is 'existing'"):
         if has_columns:
             client.put("train", {"x": np.zeros(1)}, key_mode="existing")
         else:

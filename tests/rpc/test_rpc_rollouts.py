@@ -174,8 +174,8 @@ def test_a_seal_closes_all_rollouts(client: AnyClient) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rollouts": ["r0", "r0"], "groups": ["p0", "p1"]}, "rollout 'r0' is in group 'p0', got group 'p1'"),
-        ({"rollouts": ["known", None], "groups": ["p1", ""]}, "rollout 'known' is in no group, got group 'p1'"),
+        ({"rollouts": ["r0", "r0"], "groups": ["p0", "p1"]}, "got group 'p1' for rollout 'r0', which is in group 'p0'"),
+        ({"rollouts": ["known", None], "groups": ["p1", ""]}, "'p1' for rollout 'known', which is in no group"),
         ({"rollouts": ["r0"]}, "rollouts has 1 values for 2 samples"),
         ({"ends_rollouts": True}, "ends_rollouts is set, but none of the 2 samples is in a rollout"),
     ],

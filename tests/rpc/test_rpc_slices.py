@@ -303,7 +303,7 @@ def test_out_takes_parts_of_dense_rows(client: AnyClient) -> None:
 
 
 WRONG: Final[dict[str, tuple[Any, str]]] = {
-    "not fetched": ({"y": (0, 1)}, "'y', which is not fetched; expected some of"),
+    "not fetched": ({"y": (0, 1)}, "'y', which is not fetched; expected any of"),
     "objects": ({"o": (0, 1)}, "objects cannot be sliced"),
     "single values": ({"s": (0, 1)}, "scalar rows cannot be sliced"),
     "no mapping": ([("x", (0, 1))], "type list; expected a mapping"),
@@ -381,7 +381,7 @@ WRONG_MESSAGES: Final[dict[str, tuple[pb.RowSlice, str]]] = {
     "chunk": (pb.RowSlice(field_names=["x"], chunks=[2], chunk_count=2), "chunks [2] of 2"),
     "count": (pb.RowSlice(field_names=["x"], chunks=[0], chunk_count=2**31), "of 2147483648"),
     "rows": (pb.RowSlice(field_names=["x"], starts=[0], stops=[1], range_counts=[1]), "range_counts for 1 rows"),
-    "sum": (pb.RowSlice(field_names=["x"], starts=[0], stops=[1], range_counts=[1, 1]), "that sum to 2"),
+    "sum": (pb.RowSlice(field_names=["x"], starts=[0], stops=[1], range_counts=[1, 1]), "with a sum of 2"),
     "objects": (pb.RowSlice(field_names=["o"], starts=[0], stops=[1]), "objects cannot be sliced"),
     "single values": (pb.RowSlice(field_names=["s"], starts=[0], stops=[1]), "its rows are single values"),
     "second": (pb.RowSlice(field_names=["s"], second=pb.IndexRange(start=0, stop=1)), "single values"),

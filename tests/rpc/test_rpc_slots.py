@@ -242,6 +242,6 @@ def test_what_is_held_has_to_be_of_a_leased_claim(client: AnyClient) -> None:
     put = client.put("prompts", {"x": np.arange(2)})
     with pytest.raises(tq.errors.InvalidArgumentError, match="metadata does not come from a single leased claim"):
         acquire(client, "a", holding=put)
-    with pytest.raises(tq.errors.InvalidArgumentError, match=r"holding is missing claim\. Pass both the leased"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match=r"holding is missing claim\. Pass the leased"):
         acquire(client, "a", ack=True)
     assert states(client) == (0, 0, 0)

@@ -97,7 +97,7 @@ def test_meta_and_names():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"group_size": 0}, "expected at least 1"), ({"meta": {"a": [1]}}, "got 1 values for column .a., expected 2")],
+    [({"group_size": 0}, "expected at least 1"), ({"meta": {"a": [1]}}, "got 1 values for column .a.; expected 2")],
 )
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -131,7 +131,7 @@ def test_only_plans_known_to_be_small_run_on_the_loop():
         ({"length_key": ""}, "length_key: got an empty name"),
         ({"n_samples_per_prompt": 0}, "n_samples_per_prompt: got 0"),
         ({"align": 0}, "align: got 0"),
-        ({"align": 2}, "pack_max_length: got 1 with align 2, expected a multiple"),
+        ({"align": 2}, "pack_max_length: got 1; expected a multiple of align, which is 2"),
         ({"packs_multiple_of": 0}, "packs_multiple_of: got 0"),
     ],
 )

@@ -291,9 +291,12 @@ async def test_async_samplers_are_cancelled_with_their_caller():
         (Plan.of([[], []]), "a plan without rows"),
         (Plan.of([[1, 2], [3, 1]]), "row 1 more than once"),
         (Plan.of([[1, 1], [3]]), "row 1 more than once"),
-        (Plan.of([[[1]], [[3]]]), r"rows of rank 0 as int64 of shape \(1, 1\)"),
-        (Plan(ranks=(RankPlan(rows=rows(1).astype(np.int32)), RankPlan(rows=rows(2)))), "rows of rank 0 as int32"),
-        (Plan(ranks=(RankPlan(rows=[1]), RankPlan(rows=rows(2)))), "rows of rank 0 as list"),
+        (Plan.of([[[1]], [[3]]]), r"rows of rank 0 as an array of int64 with shape \(1, 1\)"),
+        (
+            Plan(ranks=(RankPlan(rows=rows(1).astype(np.int32)), RankPlan(rows=rows(2)))),
+            "rows of rank 0 as an array of int32",
+        ),
+        (Plan(ranks=(RankPlan(rows=[1]), RankPlan(rows=rows(2)))), "rows of rank 0 as a list"),
         (
             Plan(
                 ranks=(
@@ -301,7 +304,7 @@ async def test_async_samplers_are_cancelled_with_their_caller():
                     RankPlan(rows=rows(2), steps=()),
                 )
             ),
-            r"packs by step \[1\] for rank 0 and \[\] for rank 1",
+            r"\[1\] packs per step for rank 0 and \[\] for rank 1",
         ),
     ],
 )
@@ -317,23 +320,32 @@ async def test_plans_that_are_none(plan, message):
         (one_rank((Pack(positions=rows(-1)),)), "positions -1 to -1"),
         (one_rank((Pack(positions=rows(0)), Pack(positions=rows(0)))), "position 0 of rank 0 in two packs"),
         (one_rank((Pack(positions=rows(0, 1), lengths=rows(5)),)), "1 lengths for 2 positions"),
-        (one_rank((Pack(positions=rows(0, 1), lengths=np.array([1.5, 2.5])),)), "lengths of rank 0 as float64"),
-        (one_rank((Pack(positions=rows(0, 1), lengths=np.array([True, False])),)), "lengths of rank 0 as bool"),
-        (one_rank((Pack(positions=rows(0, 1), lengths=np.array([1, None])),)), "lengths of rank 0 as object"),
-        (one_rank((Pack(positions=rows(0, 1), lengths=[3, 4]),)), "lengths of rank 0 as list"),
+        (
+            one_rank((Pack(positions=rows(0, 1), lengths=np.array([1.5, 2.5])),)),
+            "lengths of rank 0 as an array of float64",
+        ),
+        (
+            one_rank((Pack(positions=rows(0, 1), lengths=np.array([True, False])),)),
+            "lengths of rank 0 as an array of bool",
+        ),
+        (
+            one_rank((Pack(positions=rows(0, 1), lengths=np.array([1, None])),)),
+            "lengths of rank 0 as an array of object",
+        ),
+        (one_rank((Pack(positions=rows(0, 1), lengths=[3, 4]),)), "lengths of rank 0 as a list"),
         (one_rank((Pack(positions=rows(0, 1), lengths=rows(3, 4)[:, None]),)), r"lengths of rank 0 .*shape \(2, 1\)"),
         (one_rank((Pack(positions=rows(0, 1), lengths=rows(3, -4)),)), "a length of -4 for rank 0"),
-        (one_rank((Pack(positions=np.ma.masked_equal(rows(0, 1), 1)),)), "positions of rank 0 as MaskedArray"),
+        (one_rank((Pack(positions=np.ma.masked_equal(rows(0, 1), 1)),)), "positions of rank 0 as a MaskedArray"),
         (one_rank((Pack(positions=rows(0), padding_tokens=-1),)), "padding_tokens of -1"),
-        (one_rank((Pack(positions=rows(0), padding_tokens=1.0),)), "padding_tokens as float"),
-        (one_rank((Pack(positions=rows(0), padding_tokens=np.float64(1)),)), "padding_tokens as float64"),
-        (one_rank((Pack(positions=rows(0), padding_tokens=np.bool_(True)),)), "padding_tokens as bool"),
-        (one_rank((Pack(positions=rows(0), padding_tokens=True),)), "padding_tokens as bool"),
+        (one_rank((Pack(positions=rows(0), padding_tokens=1.0),)), "padding_tokens as a float"),
+        (one_rank((Pack(positions=rows(0), padding_tokens=np.float64(1)),)), "padding_tokens as a float64"),
+        (one_rank((Pack(positions=rows(0), padding_tokens=np.bool_(True)),)), "padding_tokens as a bool"),
+        (one_rank((Pack(positions=rows(0), padding_tokens=True),)), "padding_tokens as a bool"),
         (one_rank((Pack(positions=rows(0), padding_tokens=2**63),)), "padding_tokens of 9223372036854775808"),
-        (one_rank([Pack(positions=rows(0))]), "steps of rank 0 as"),
+        (one_rank([Pack(positions=rows(0))]), "as the steps of rank 0"),
         (one_rank(("pack",)), "a str among the packs"),
-        (one_rank((Pack(positions=[0]),)), "positions of rank 0 as list"),
-        (Plan(ranks=(RankPlan(rows=rows(1), steps=3),)), "steps of rank 0 as 3"),
+        (one_rank((Pack(positions=[0]),)), "positions of rank 0 as a list"),
+        (Plan(ranks=(RankPlan(rows=rows(1), steps=3),)), "3 as the steps of rank 0"),
     ],
 )
 async def test_packs_that_are_none(plan, message):

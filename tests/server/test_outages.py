@@ -100,7 +100,7 @@ async def test_an_outage_is_logged_once_and_again_when_it_is_over(log):
             await controller.heard.wait()
     outage, end, known = log()
     assert outage == ("WARNING", f'controller does not answer address={address} error="connection refused"')
-    assert re.fullmatch(rf"controller answers again address={address} after_seconds=\d+(\.\d)?", end[1])
+    assert re.fullmatch(rf"controller is responding again address={address} after_seconds=\d+(\.\d)?", end[1])
     assert known == ("INFO", f"registered with the controller address={address} storage=s")
 
 

@@ -146,7 +146,7 @@ async def test_frees_are_told_again_until_they_are_heard_and_the_log_says_so_onc
     assert stub.calls == [("free", PUT_ID)]
     warning, end = caplog.messages
     assert warning == "storage service does not accept updates of puts storage=s address=127.0.0.1:1 error=UNAVAILABLE"
-    assert end.startswith("storage service answers again storage=s address=127.0.0.1:1 after_seconds=")
+    assert end.startswith("storage service is responding again storage=s address=127.0.0.1:1 after_seconds=")
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED])

@@ -137,7 +137,7 @@ async def test_a_retry_takes_over_from_one_that_is_writing(engine):
     writing = asyncio.create_task(pending.write(chunks[0]))
     await asyncio.sleep(0)
     await put(engine, 1, DATA)
-    with pytest.raises(CallCancelledError, match="took over"):
+    with pytest.raises(CallCancelledError, match="has taken over"):
         await writing
     pending.abort()
     check(await read(engine, [1], runs(DATA, (0, 0, ROWS))), range(ROWS))

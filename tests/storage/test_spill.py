@@ -237,7 +237,7 @@ def test_engines_that_keep_objects_in_memory_are_refused(url):
     if url.startswith("valkey"):
         pytest.importorskip("redis")
     settings = ServeSettings(role="storage", controller="localhost:1", mirror=url, mirror_memory_bytes=1 << 20)
-    with pytest.raises(InvalidArgumentError, match=r"mirror_memory_bytes needs an object store .* survives=power"):
+    with pytest.raises(InvalidArgumentError, match=r"mirror_memory_bytes requires an object store .* survives=power"):
         _open_mirroring(settings, 1, Supervisor())
 
 

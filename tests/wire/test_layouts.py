@@ -408,7 +408,7 @@ def test_objects_of_a_field_known_to_hold_tensors_are_tensors():
 
 @pytest.mark.parametrize("value", ["abc", {"a": 1}, None, 5, np.array(3)])
 def test_one_value_for_all_rows_needs_a_number_of_rows(value):
-    with pytest.raises(InvalidArgumentError, match=r"'x' is NonTensorData with one .* for an unknown number of rows"):
+    with pytest.raises(InvalidArgumentError, match=r"'x' is NonTensorData with one .* its number of rows is unknown"):
         encode_columns({"x": NonTensorData(value)})
     assert send({"x": NonTensorData(value, batch_size=[2])})["x"] == [value] * 2
 

@@ -109,7 +109,7 @@ class PackPlan:
 
     @property
     def step_imbalance(self) -> float:
-        """Ratio of the highest to the mean token count of the ranks, minus 1, in the most imbalanced step."""
+        """Highest token count of any rank divided by the mean of all ranks, minus 1, in the most imbalanced step."""
         return max(_above_mean(of_ranks) for of_ranks in self.tokens.T)
 
     def pack_tokens(self, pack: list[int]) -> int:
@@ -138,9 +138,9 @@ def plan_packs(
     """Plan the packs of a batch for all ranks. In each step, every rank has the same number of packs.
 
     1. The Karmarkar-Karp algorithm, followed by a refinement, distributes samples or groups across the ranks so that
-    costs are balanced. The number of samples (or groups) per rank differs by at most one.
+       costs are balanced. The number of samples (or groups) per rank differs by at most one.
     2. Each rank's samples are distributed across the optimizer steps, with token totals as equal as possible. Each
-    rank's steps are sorted by token count, heaviest first, so that heavy steps run at the same time on all ranks.
+       rank's steps are sorted by token count, heaviest first, so that heavy steps run at the same time on all ranks.
     3. The samples of each rank in each step are packed with the best-fit-decreasing heuristic. If a rank has more packs
        than the other ranks and more than the lower bound, a search tries to eliminate its packs one at a time. Packs
        that contain only padding are added until all ranks have the same number of packs, which is at least one. Packs
@@ -149,7 +149,7 @@ def plan_packs(
     Args:
         seqlens: token count of each sample, as an array of shape `(n,)`; n may be 0.
         dp_size: number of ranks.
-        optimizer_steps: exact number of optimizer steps.
+        optimizer_steps: number of optimizer steps; the plan contains exactly this many.
         pack_max_length: maximum number of tokens per pack.
         groups: group of each sample, or None for a sample without a group. All samples in a group are assigned to the
             same rank, but not necessarily to the same step. If `groups` is None, no sample has a group.
@@ -158,11 +158,11 @@ def plan_packs(
         overlong: how to treat samples longer than `pack_max_length`. "error" raises an error, "truncate" shortens the
             samples to `pack_max_length`, and "drop" omits them. The plan lists truncated and dropped samples.
         cost: quantity to balance across the ranks; see `get_costs`. None: tokens.
-        even_steps: whether to balance token totals across each rank's steps. Balancing can add a lot of padding if a
-            step has only a few packs: for example, tokens that would fill 2.1 packs need 3. If False, all samples of a
-            rank are packed first, and the packs are then assigned to steps. The number of packs per step then differs
-            by at most one, or by at most `packs_multiple_of`. If any rollout has several samples, steps are always
-            balanced, because assigning whole packs to steps could split a rollout.
+        even_steps: whether to balance token totals across each rank's steps. If a step has only a few packs, balancing
+            can add a lot of padding. For example, tokens that would fill 2.1 packs take up 3 packs. If False, all
+            samples of a rank are packed first, and the packs are then assigned to steps. The numbers of packs in any
+            two steps then differ by at most one, or by at most `packs_multiple_of`. If any rollout has several samples,
+            steps are always balanced, because assigning whole packs to steps could split a rollout.
         packs_multiple_of: the number of packs in each step is a multiple of this number, as interleaved pipelines
             require.
 
@@ -241,7 +241,7 @@ def _units(name: str, groups: Sequence[Hashable | None] | None, count: int, kept
     if groups is None:
         return list(kept[:, None])
     if len(groups) != count:
-        raise ValueError(f"{name}: got {len(groups)} for {count} samples, expected one per sample, or None")
+        raise ValueError(f"{name}: got {len(groups)} for {count} samples; expected one per sample, or None")
     members: dict[tuple[bool, Hashable], list[int]] = {}
     for sample in kept.tolist():
         group = groups[sample]
@@ -266,8 +266,8 @@ def _spread_over_steps(
 def _deal(packs: Bins, optimizer_steps: int, multiple_of: int) -> list[Bins]:
     """Distribute a rank's packs across steps, starting with the fullest packs.
 
-    The number of packs in each step is a multiple of `multiple_of`. The pack counts of any two steps differ by at most
-    `multiple_of`.
+    The number of packs in each step is a multiple of `multiple_of`. The numbers of packs in any two steps differ by at
+    most `multiple_of`.
 
     Args:
         packs: all packs of the rank, fullest first. The number of packs is a multiple of `multiple_of`.
@@ -297,13 +297,13 @@ def _pack(
 def pack_ranks_equally(
     sizes_of_ranks: Sequence[Int64s], capacity: int, *, multiple_of: int = 1, spread: bool = False
 ) -> list[Bins]:
-    """Pack each rank's items into the same number of bins, using as few bins as a bounded search can find.
+    """Pack each rank's items into the same number of bins, as few as a bounded search can find.
 
-    First, each rank's items are packed with the best-fit-decreasing heuristic. Then the ranks with the most bins are
-    repeatedly repacked into one bin fewer, until repacking fails for one of the ranks.
+    First, each rank's items are packed with the best-fit-decreasing heuristic. Then the items of the ranks with the
+    most bins are repeatedly repacked into one bin fewer, until this fails for one of these ranks.
 
     Args:
-        sizes_of_ranks: sizes of each rank's items, each at most `capacity`.
+        sizes_of_ranks: for each rank, the sizes of its items. No size may exceed `capacity`.
         capacity: maximum total size of the items in a bin.
         multiple_of: the number of bins per rank is a multiple of this number.
         spread: whether to distribute each rank's items evenly across all bins instead of leaving some bins empty.
@@ -342,7 +342,7 @@ def _try_fewer(packed: list[Bins], sizes_of_ranks: Sequence[Int64s], capacity: i
 
 
 def _spread(sizes: Int64s, bins: Bins, capacity: int, count: int) -> Bins:
-    """Return the items distributed evenly across `count` bins, or `bins` unchanged if a bin would overflow."""
+    """Distribute the items evenly across `count` bins. If a bin would overflow, return `bins` unchanged."""
     even = [part for part in get_free_partitions(sizes, count) if part]
     return even if all(int(sizes[part].sum()) <= capacity for part in even) else bins
 
@@ -353,7 +353,7 @@ def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
     An item is large if it exceeds half the capacity. Two large items never fit into the same bin, so each large item
     needs its own bin. For a threshold t, an item larger than `capacity - t` cannot share a bin with any item of size t
     or more. Items with sizes from t to half the capacity can therefore share bins only with large items of size
-    `capacity - t` or less. If the total size of these items exceeds the free space beside those large items, additional
+    `capacity - t` or less. If these items need more space than those large items leave free in their bins, additional
     bins are required. The result is the largest lower bound over all thresholds.
     """
     if not sizes.size:
@@ -393,7 +393,7 @@ def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
     """Try to pack the items into at most `bin_count` bins, with bounded effort.
 
     Returns:
-        The filled bins, or None if the search found no packing; one may still exist.
+        The filled bins, or None if the search found no packing, even though one may exist.
     """
     if count_bins_at_least(sizes, capacity) > bin_count:
         return None
@@ -431,7 +431,7 @@ def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | Non
 def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[int]:
     """Return the items whose total size is as large as possible without exceeding `capacity`.
 
-    The algorithm uses bit tables, in which bit s is set if the sizes of some items add up to s.
+    The algorithm uses bit tables: bit s is set if the total size of some subset of the items is s.
     """
     window = (1 << (capacity + 1)) - 1
     tables = [1]

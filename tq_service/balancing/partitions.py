@@ -1,4 +1,4 @@
-"""Partition items into k sets of nearly equal cost by the Karmarkar-Karp differencing method and a refinement.
+"""Partition items into k sets of nearly equal cost by Karmarkar-Karp differencing followed by refinement.
 
 References: N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982. The k-way
     form is described in R. E. Korf, "Multi-way number partitioning", IJCAI 2009.
@@ -8,11 +8,11 @@ between its largest and smallest column sums. The algorithm repeatedly merges th
 spreads, until only one partial solution is left. A merge combines the heaviest column of one solution with the lightest
 column of the other, the second heaviest with the second lightest, and so on.
 
-Each column is represented by its sum, stored in a sorted numpy array, and by an id, which is the index of one of its
-items. To combine two columns, the algorithm points the id of one column to the id of the other. After the last merge,
-following the pointers from an item leads to its column. The cost of a merge therefore depends on k, but not on the
-number of items. Finally, the refinement moves or swaps items between the heaviest set and lighter sets until no
-exchange lowers the maximum.
+The algorithm represents each column by its sum, stored in a sorted numpy array, and by an id. The id is the index of
+one of the column's items. To combine two columns, the algorithm makes the id of one column point to the id of the
+other. After the last merge, following the pointers from an item leads to its column. The cost of a merge therefore
+depends on k, but not on the number of items. Finally, the refinement moves or swaps items between the heaviest set and
+lighter sets until no exchange lowers the largest sum.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _TOLERANCE = 1e-5
 class AttentionCost:
     """Cost of a sequence with L tokens: `linear * L + quadratic * L**2`.
 
-    The linear term models matrix products, whose cost per token is constant. The quadratic term models the attention of
-    each token to earlier tokens. The default ratio, common in balancing code for a hidden size of 4,096, makes the two
-    terms equal at 24,576 tokens.
+    The linear term models matrix products, whose cost per token is constant. The quadratic term models attention, in
+    which each token attends to earlier tokens. With the default ratio, the two terms are equal at 24,576 tokens. This
+    ratio is common in balancing code for a hidden size of 4,096.
 
     Attributes:
         linear: cost per token.
@@ -68,7 +68,7 @@ class AttentionCost:
             )
 
     def __call__(self, lengths: Int64s) -> NDArray[np.float64]:
-        """Return the cost of a sequence of each length, as an array of shape `(n,)`."""
+        """Return the costs of sequences with the given lengths, as an array of shape `(n,)`."""
         exact = lengths.astype(np.float64)
         return np.asarray(exact * (self.linear + self.quadratic * exact), np.float64)
 
@@ -115,7 +115,7 @@ def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
         costs = np.rint(costs * (_STEPS / largest)) if largest > 0 else costs
     if float(costs.sum(dtype=np.float64)) >= _LARGEST_TOTAL:
         raise ValueError(
-            f"cost: got a total of 2**62 or more, expected a smaller total; the largest cost is {costs.max()}"
+            f"cost: got a total of at least 2**62 (largest cost: {costs.max()}), expected a total below 2**62"
         )
     return costs.astype(np.int64)
 
@@ -130,13 +130,14 @@ def check_lengths(seqlen_list: Lengths) -> NDArray[np.int64]:
     """Validate lengths and convert them to an int64 array of shape `(n,)`.
 
     Raises:
-        ValueError: the lengths are not one-dimensional, not integers or negative, or their total is 2**62 or more.
+        ValueError: the lengths are not a one-dimensional sequence of non-negative integers, or their total is 2**62 or
+            more.
     """
     try:
         lengths = np.asarray(seqlen_list)
     except ValueError as error:
         raise ValueError(
-            f"seqlen_list: got nested lists of different lengths, expected a flat list of integers ({error})"
+            f"seqlen_list: got nested lists of different lengths; expected a flat list of integers ({error})"
         ) from error
     if lengths.ndim != 1:
         raise ValueError(f"seqlen_list: got an array of shape {lengths.shape}, expected one dimension")
@@ -152,8 +153,8 @@ def check_lengths(seqlen_list: Lengths) -> NDArray[np.int64]:
         raise ValueError(f"seqlen_list: got {lengths[position]} at position {position}, expected a non-negative length")
     if float(lengths.sum(dtype=np.float64)) >= _LARGEST_TOTAL:
         raise ValueError(
-            "seqlen_list: got a total of 2**62 or more, expected a smaller total; "
-            f"the largest length is {lengths.max()}"
+            f"seqlen_list: got a total of at least 2**62 (largest length: {lengths.max()}), "
+            "expected a total below 2**62"
         )
     return lengths.astype(np.int64)
 
@@ -186,8 +187,8 @@ def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) ->
             least one item.
 
     Returns:
-        The item positions of each partition, in ascending order. The heaviest partition comes first. Each item is in
-        exactly one partition. The result depends only on the arguments.
+        For each partition, the positions of its items in ascending order. The heaviest partition comes first. Each item
+        is in exactly one partition. The result depends only on the arguments.
 
     Raises:
         ValueError: `seqlen_list` is not a one-dimensional sequence of non-negative integers, there are fewer items than
@@ -203,9 +204,9 @@ def get_seqlen_balanced_partitions(
 ) -> list[list[int]]:
     """Split items into partitions of nearly equal total cost, by `karmarkar_karp` followed by moves and swaps.
 
-    See `karmarkar_karp` for the arguments, result and errors. Partitions are sorted by sum before the refinement, so
-    the first partition in the result is not necessarily the heaviest. `cost` is the quantity to balance; see
-    `get_costs`. None: lengths.
+    See `karmarkar_karp` for the arguments, result and errors. The partitions are sorted by sum before the refinement,
+    which changes the sums. The first partition in the result is therefore not necessarily the heaviest. `cost` is the
+    quantity to balance; see `get_costs`. None: lengths.
     """
     lengths, k = _check(seqlen_list, k_partitions, equal_size)
     costs = get_costs(lengths, cost)
@@ -218,7 +219,8 @@ def get_even_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
     The number of items per partition differs by at most one. There may be fewer items than partitions.
 
     Raises:
-        ValueError: an argument is invalid; see `karmarkar_karp`, but any number of items is allowed here.
+        ValueError: an argument is invalid. The rules are those of `karmarkar_karp`, except that any number of items is
+            allowed.
     """
     return _padded_partitions(seqlen_list, k_partitions, equal_size=True)
 
@@ -229,7 +231,8 @@ def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
     There may be fewer items than partitions. Partitions may be empty.
 
     Raises:
-        ValueError: an argument is invalid; see `karmarkar_karp`, but any number of items is allowed here.
+        ValueError: an argument is invalid. The rules are those of `karmarkar_karp`, except that any number of items is
+            allowed.
     """
     return _padded_partitions(seqlen_list, k_partitions, equal_size=False)
 
@@ -282,7 +285,7 @@ def _partition(lengths: Int64s, k: int, equal_size: bool) -> list[Int64s]:
 
 
 class _Partial(NamedTuple):
-    """The sums and ids of the non-empty columns of a partial solution, in ascending order of sum."""
+    """A partial solution, stored as the sums and ids of its non-empty columns in ascending order of sum."""
 
     sums: Int64s
     ids: Int64s
@@ -291,9 +294,9 @@ class _Partial(NamedTuple):
 class _Differencing:
     """One run of the differencing algorithm.
 
-    Merged partial solutions are stored in a heap. A single item is a partial solution with one column, and its spread
-    is its length. Single items are stored separately, in an array in descending order of length, so that several items
-    can be merged at once. Without `equal_size`, most merges combine single items.
+    Merged partial solutions are stored in a heap. A single item counts as a partial solution with one column, whose
+    spread is the item's length. Single items are stored in a separate array, in descending order of length, so that
+    several items can be merged at once. Without `equal_size`, most merges combine single items.
     """
 
     def __init__(self, lengths: Int64s, k: int) -> None:
@@ -307,7 +310,7 @@ class _Differencing:
         self._next = 0
 
     def seed_full_rows(self) -> None:
-        """Create a partial solution from every k consecutive items, with one item per column."""
+        """Create a partial solution from each block of k consecutive items, with one item per column."""
         rows = zip(self._single_lengths.reshape(-1, self._k), self._single_ids.reshape(-1, self._k), strict=True)
         for sums, ids in rows:
             self._push(_Partial(sums[::-1], ids[::-1]))
@@ -339,7 +342,7 @@ class _Differencing:
         return heapq.heappop(self._heap)[2]
 
     def _singles_ahead(self) -> int:
-        """Return the number of remaining single items whose spread is at least as wide as every spread in the heap."""
+        """Return how many of the remaining single items have a spread at least as wide as every spread in the heap."""
         end = self._negated.size if not self._heap else self._negated.searchsorted(self._heap[0][0], side="right")
         return max(int(end) - self._next, 0)
 
@@ -369,7 +372,7 @@ class _Differencing:
         return _ordered(np.array([total for total, _ in columns]), np.array([column for _, column in columns]))
 
     def _merge(self, first: _Partial, second: _Partial) -> _Partial:
-        """Merge the heaviest columns of each partial solution with the lightest columns of the other.
+        """Combine two partial solutions by merging the heaviest columns of each with the lightest of the other.
 
         Merging a column with an empty column leaves the column unchanged.
         """
@@ -387,21 +390,21 @@ def _ordered(sums: Int64s, ids: Int64s) -> _Partial:
 
 
 def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: bool) -> list[Int64s]:
-    """Exchange items until no exchange makes the heaviest set lighter, or its sum is within 0.001% of a lower bound.
+    """Exchange items until no exchange lightens the heaviest set, or the set's sum is within 0.001% of a lower bound.
 
     The lower bound is the larger of the mean sum and the longest item's length. With `equal_size`, the longest item
     must share its set with other items, so the bound includes the lengths of the shortest items that can complete this
     set. An exchange swaps an item in the heaviest set for a shorter item in another set. Without `equal_size`, an
     exchange may also move an item to another set. An exchange is made only if the sums of both sets end up below the
-    previous maximum, so the maximum never increases. The number of exchanges is limited to four per set.
+    previous maximum, so the maximum never increases. The number of exchanges is at most four times the number of sets.
 
     Args:
         lengths: length of each item, as an array of shape `(n,)`.
-        partitions: item positions in each set. A set may be empty.
+        partitions: for each set, the positions of its items. A set may be empty.
         equal_size: whether the number of items in each set must stay the same.
 
     Returns:
-        The item positions in each set after the exchanges, in the order of `partitions`.
+        The positions of each set's items after the exchanges, in the order of `partitions`.
     """
     sets = _Sets(lengths, partitions, keep_sizes=equal_size)
     for _ in range(4 * len(partitions)):
@@ -411,7 +414,7 @@ def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: 
 
 
 class _Sets:
-    """Sets of items and the sum of each set. `values[s]` contains the lengths of `items[s]`."""
+    """Sets of items and the sum of each set. `values[s]` contains the length of each item in `items[s]`."""
 
     def __init__(self, lengths: Int64s, partitions: list[Int64s], *, keep_sizes: bool) -> None:
         self.items = [part.copy() for part in partitions]
@@ -425,7 +428,7 @@ class _Sets:
         self._good_enough = lower_bound + int(lower_bound * _TOLERANCE)
 
     def relieve_heaviest(self) -> bool:
-        """Make the best exchange that reduces the heaviest sum, or return False if there is none."""
+        """Make the best exchange that reduces the heaviest sum, or return False if no exchange does."""
         heaviest = int(np.argmax(self._sums))
         if self._sums[heaviest] <= self._good_enough:
             return False
@@ -440,16 +443,16 @@ class _Sets:
         return True
 
     def _offered(self, heaviest: int, other: int) -> Int64s:
-        """Return the lengths of the items that another set can offer to the heaviest set.
+        """Return the lengths of the items that `other` can offer in an exchange with the heaviest set.
 
-        If set sizes may change, a 0 is appended to represent a move with no item in return.
+        If set sizes may change, a 0 is appended, which represents a move without an item in return.
         """
         if self._keep_sizes or self.items[heaviest].size < 2:
             return self._values[other]
         return np.append(self._values[other], np.int64(0))
 
     def _first_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the best exchange with the first set in `others` that allows a useful exchange, or None."""
+        """Return the best exchange with the first set in `others` that allows a useful one, or None if no set does."""
         given = self._values[heaviest]
         for other in others.tolist():
             offered = self._offered(heaviest, other)
@@ -484,9 +487,9 @@ class _Sets:
         return other, given_place, flat - int((owners == other).argmax())
 
     def _make(self, heaviest: int, other: int, given: int, returned: int) -> None:
-        """Swap item `given` of the heaviest set with item `returned` of the other set.
+        """Swap the heaviest set's item at position `given` with the other set's item at position `returned`.
 
-        If `returned` is past the end of the other set, only move item `given`.
+        If `returned` is past the end of the other set, move item `given` without a swap.
         """
         is_swap = returned < self.items[other].size
         moved = int(self._values[heaviest][given])

@@ -14,7 +14,7 @@ from tq_service.errors import TqError
 # Commands and their summaries. Each command's module defines `command`, and `EXAMPLES` for the end of --help.
 COMMANDS = {
     "serve": "Run the service until SIGTERM or SIGINT.",
-    "status": "Show a service, its partitions and tasks, and why calls are waiting.",
+    "status": "Show the status of a service, its partitions and tasks, and the reasons why calls are waiting.",
     "explain": "Explain why claims on a partition are waiting.",
     "ui": "Serve a live page that shows a service in the browser.",
     "partition": "List, show, seal and clear partitions, and peek at their samples.",

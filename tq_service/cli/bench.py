@@ -152,7 +152,7 @@ async def _repeated(call: Callable[[], Awaitable[float]], seconds: float) -> lis
 
 
 async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figure]:
-    """Measure the latency of a simple call, and the time from a put until a waiting worker receives the sample."""
+    """Measure the latency of a simple call, and of the delivery of a newly put sample to a waiting worker."""
     async with _partition(client) as partition_id:
 
         async def wake() -> float:
@@ -175,7 +175,7 @@ async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figur
 
 
 async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> list[_Figure]:
-    """Measure `ranks` trainer ranks claiming 8-sample batches concurrently. All samples are ready at the start."""
+    """Measure concurrent claims of 8-sample batches by `ranks` trainer ranks. All samples are ready at the start."""
     async with _partition(client) as partition_id:
         await client.put(partition_id, {"value": np.zeros(_CLAIM_SAMPLES, np.int8)})
         latencies: list[float] = []

@@ -1,4 +1,4 @@
-"""Configures the destination and format of log lines and of the audit log."""
+"""Configures where log lines and audit entries are written, and in which format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """Formats a record as a line of JSON with the fields of its `LogMessage` or audit entry."""
+    """Formats a log record as a line of JSON that includes the fields of the record's `LogMessage` or audit entry."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: Any = vars(record).get("audit")

@@ -204,7 +204,7 @@ def verb(
 
 @contextmanager
 def open_client(address: str | None, timeout: float, **credentials: Any) -> Iterator[Client]:
-    """Connect to the service, and yield a client once the service responds. Retry the connection for up to one second.
+    """Connect to the service, and yield a client once the service responds. Keep trying for up to one second.
 
     Args:
         address: address of the service, or None for the default address.
@@ -295,7 +295,7 @@ _PIPED_WIDTH = 160
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 Answer = Iterator[Any]
-"""Output of a command. The first item is the document for --json. The remaining items are text and tables to print."""
+"""Output of a command. The first item is the `--json` document. All other items are text or tables to print."""
 
 
 def show(answer: Answer, as_json: bool) -> None:
@@ -335,7 +335,7 @@ def console() -> Console:
 
 
 def table(headings: str, rows: Iterable[Sequence[object]], *, no_wrap: bool = False) -> Table:
-    """Create a table to print.
+    """Create a printable table.
 
     Args:
         headings: column headings, separated by commas. A heading that begins with ">" right-aligns its column.

@@ -264,7 +264,7 @@ TASK.command("explain")(explain.command)
 
 @verb(TASK, "show")
 def show_tasks(client: Client, partition: Partition, task: TaskOrAll = None) -> Answer:
-    """Show a partition's tasks: counts of delivered, pending and unacknowledged samples, and why calls are waiting."""
+    """Show each task's counts of delivered, pending and unacknowledged samples, and why calls are waiting."""
     described = client.describe_partition(partition)
     waits = client.explain(partition, task)
     tasks = [each for each in described.tasks if task in {None, each.task_name}]
@@ -332,7 +332,7 @@ def list_evicted(
     client: Client,
     partition: Partition,
     task: Task,
-    after: Annotated[int, typer.Option(min=0, help="List only units with a serial number greater than this.")] = 0,
+    after: Annotated[int, typer.Option(min=0, help="List only units with a serial number above this one.")] = 0,
 ) -> Answer:
     """List up to 1,024 units (samples, rollouts or groups) evicted by a task's claims, and show which were refilled."""
     found = client.take_evicted(partition, task, after)
@@ -379,7 +379,7 @@ def list_dead_lettered(
     client: Client,
     partition: Annotated[str | None, typer.Argument(help="List only this partition. Default: all.")] = None,
 ) -> Answer:
-    """List tasks with dead-lettered samples, and the indexes of each task's first hundred such samples."""
+    """List tasks that have dead-lettered samples, with the indexes of each task's first hundred such samples."""
     found: list[dict[str, Any]] = [
         {
             "partition_id": each.summary.partition_id,

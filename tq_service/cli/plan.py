@@ -84,7 +84,7 @@ def command(
 
 
 def _read(path: Path, columns: list[str]) -> list[int]:
-    """Read token counts from a file. With `columns`, add up the values of these columns in each row."""
+    """Read token counts from a file. If `columns` is not empty, add up the values of these columns in each row."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as lines:  # Excel files start with a byte order mark
             if not columns:
@@ -160,11 +160,12 @@ class Preview:
     """The result of planning all samples with a sampler.
 
     Attributes:
-        sampler: name of the sampler, with distinguishing options.
+        sampler: name of the sampler, including the options that distinguish it.
         batches: number of batches that the sampler needs for all samples.
-        rank_tokens: number of tokens in the first batch on each rank; shape `(dp_size,)`.
-        rank_costs: estimated compute cost of the first batch on each rank, including attention; shape `(dp_size,)`.
-        rank_samples: number of samples in the first batch on each rank; shape `(dp_size,)`.
+        rank_tokens: number of tokens that each rank gets in the first batch, as an array of shape `(dp_size,)`.
+        rank_costs: estimated compute cost of the first batch on each rank, including attention, as an array of shape
+            `(dp_size,)`.
+        rank_samples: number of samples that each rank gets in the first batch, as an array of shape `(dp_size,)`.
         pack_fills: for packed batches, the filled fraction of each pack across all ranks and steps.
         packs_by_step: for packed batches, the number of packs per rank in each step.
     """
@@ -179,7 +180,7 @@ class Preview:
 
 
 def preview_samplers(lengths: Int64s, shape: Shape) -> list[Preview]:
-    """Plan all samples as a single batch with each sampler. Only `token_budget` may need several batches.
+    """With each sampler, plan all samples as a single batch. Only `token_budget` may split them into several.
 
     Raises:
         ValueError: a sample or group is longer than a sampler allows.

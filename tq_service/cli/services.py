@@ -161,10 +161,10 @@ def restore(
     client: Client,
     name: _Name,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Clear all existing partitions before restoring the checkpoint.")
+        bool, typer.Option("--replace", help="Replace all existing partitions with those of the checkpoint.")
     ] = False,
 ) -> Answer:
-    """Restore a checkpoint into a service without partitions or, with --replace, in place of all existing partitions.
+    """Restore a checkpoint into a service that has no partitions. With --replace, replace all existing partitions.
 
     The service first verifies the entire checkpoint, then restores it atomically.
     """

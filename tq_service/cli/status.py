@@ -1,4 +1,4 @@
-"""`tq-service status`: shows a running service, its partitions and tasks, and why calls are waiting.
+"""`tq-service status`: shows a running service with its partitions and tasks, and explains why calls are waiting.
 
 The output is JSON, or text with a header followed by partitions and their tasks. Lines wider than the terminal are
 wrapped. Partition and task names are never truncated.
@@ -65,7 +65,7 @@ def command(
     ] = False,
     **service: Any,
 ) -> None:
-    """Show a service, its partitions and tasks, and why calls are waiting."""
+    """Show the status of a service, its partitions and tasks, and the reasons why calls are waiting."""
     with open_client(**service) as client:
         statuses = _statuses(client, partitions or (), prefix, watch)
         if watch is not None and not as_json and _is_screen():
@@ -91,7 +91,7 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
         prefix: prefix of partition names; used only if `names` is empty.
 
     Raises:
-        PartitionNotFoundError: a partition in `names` does not exist, and no call is waiting for it.
+        PartitionNotFoundError: a partition in `names` neither exists nor has waiting calls.
     """
     if not names:
         return client.status(prefix)
@@ -181,7 +181,7 @@ class Block:
 
 
 def as_document(status: ServiceStatus) -> dict[str, Any]:
-    """Return the status as a JSON document. Each partition's summary is merged into the partition's object."""
+    """Return the status as a JSON document. Each partition's object directly contains the fields of its summary."""
     document = asdict(status)
     document["partitions"] = [{**each.pop("summary"), **each} for each in document["partitions"]]
     return document
@@ -227,7 +227,7 @@ def _recording_lines(recording: RecordingStatus | None) -> Iterator[str]:
 
 
 def _mirror_lines(status: ServiceStatus) -> Iterator[str]:
-    """Yield lines about mirrors and adopted puts if any storage service has a mirror."""
+    """If any storage service has a mirror, yield lines about mirrors and adopted puts."""
     mirrors = [each.mirror for each in status.storages if each.mirror is not None]
     if not mirrors:
         return
@@ -278,7 +278,7 @@ def terminal_width() -> int:
 
 
 def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, list[Block]]:
-    """Return the column titles as one line, and one block per partition, sorted by partition name.
+    """Return the line of column titles, and one block for each partition, sorted by partition name.
 
     Partitions that do not exist yet are included if calls are waiting for them.
     """
@@ -302,7 +302,7 @@ def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, lis
 
 
 def _rows(partition: PartitionDescription | None, waits: Sequence[PartitionWait]) -> list[_Row]:
-    """Return a row for each task of a partition. Include tasks known only from waiting calls."""
+    """Return a row for each task of a partition. Tasks known only from waiting calls also get a row."""
     tasks = {task.task_name: task for task in (() if partition is None else partition.tasks)}
     rows = []
     for name in dict.fromkeys([*tasks, *(wait.reason.task_name for wait in waits)]):
@@ -385,7 +385,7 @@ def _short(wait: PartitionWait) -> str:
 
 
 def fitting(header: Sequence[str], heading: str, blocks: Sequence[Block], height: int) -> list[str]:
-    """Return the lines that fit on a screen of `height` lines, with all tasks of the most urgent partitions."""
+    """Return lines that fit on a screen of `height` lines, showing the most urgent partitions with all their tasks."""
     left = height - len(header) - 5
     shown: set[int] = set()
     for place in sorted(range(len(blocks)), key=lambda each: (blocks[each].urgency, each)):

@@ -50,8 +50,8 @@ def new(
 ) -> Answer:
     """Create a token and print it; the token cannot be shown again.
 
-    The entry for the token file contains only the token's digest. The command adds the entry to --file, or prints the
-    entry if --file is not set. A running service reads the new entry within a second.
+    The entry in the tokens file contains only a digest of the token. The command adds the entry to --file, or prints
+    the entry if --file is not set. A running service reads the new entry within a second.
     """
     from tq_service.server.credential_files import append_token, digest_of, format_entry, make_token, new_secret  # noqa: PLC0415
 
@@ -135,7 +135,8 @@ def _moment(text: str) -> datetime:
         moment = datetime.fromisoformat(text)
     except (ValueError, OverflowError):
         raise InvalidArgumentError(
-            f"--expires: got {text!r}, expected a time or period such as 2027-01-31, 2027-01-31T12:00Z, 12h or 90d",
+            f"--expires: got {text!r}, expected a time such as 2027-01-31 or 2027-01-31T12:00Z, or a period such as "
+            "12h or 90d",
             field="expires",
         ) from None
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)

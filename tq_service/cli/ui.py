@@ -50,7 +50,7 @@ def command(
     ] = None,
     **service: Any,
 ) -> None:
-    """Serve a live page that shows a service in the browser, until SIGTERM or SIGINT.
+    """Serve a live page that shows a service in the browser. Runs until SIGTERM or SIGINT.
 
     The page server only reads from the service, so a token with the read role is sufficient. The page server can start
     before the service, and reconnects when the service restarts.

@@ -1,4 +1,4 @@
-"""`tq-service version`: prints the version of this program and the version of the service."""
+"""`tq-service version`: prints the versions of this program and of the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients for the service: `AsyncClient`, and `Client`, which is generated from `AsyncClient`."""
+"""Clients for the service: `AsyncClient` and `Client`. `Client` is generated from `AsyncClient`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _LAYOUTS: Final = (None, Layout.AUTO)
 
 
 def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[str, ArrayLike]) -> list[ColumnShape]:
-    """Return the column shapes of numeric fields for `row_count` rows.
+    """Return the shapes of the columns for `row_count` rows of numeric fields.
 
     Args:
         fields: the fields. Each field must have a dtype and a row shape.
@@ -43,7 +43,7 @@ def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[
     if not names or len(set(names)) != len(names):
         raise InvalidArgumentError(f"fields are {names}; expected one or more distinct fields", field="fields")
     if unknown := lengths.keys() - set(names):
-        raise InvalidArgumentError(f"lengths has fields {sorted(unknown)}; expected only {names}", field="lengths")
+        raise InvalidArgumentError(f"lengths contains fields {sorted(unknown)}; expected only {names}", field="lengths")
     return shapes
 
 
@@ -102,7 +102,7 @@ class Allocation:
         ]
 
     def holds(self, columns: Sequence[SourceColumn]) -> bool:
-        """Return whether these are exactly the allocation's columns and are stored in its memory."""
+        """Return whether the columns are exactly those of the allocation and are stored in its memory."""
         return len(columns) == len(self._shapes) and all(
             column.spec == shape.spec
             and column.row_count == shape.row_count
@@ -129,7 +129,7 @@ Allocations: TypeAlias = "WeakValueDictionary[int, Allocation]"
 
 
 def take_allocation(allocations: Allocations, partition_id: str, columns: Sequence[SourceColumn]) -> Allocation | None:
-    """Remove and return the allocation that consists of exactly these columns, or return None if there is none."""
+    """Remove and return the allocation whose columns are exactly `columns`, or return None if no allocation matches."""
     address = _address(columns[0])
     allocation = None if address is None else allocations.get(address)
     if address is None or allocation is None:
@@ -140,5 +140,5 @@ def take_allocation(allocations: Allocations, partition_id: str, columns: Sequen
 
 
 def ordinary(shapes: Sequence[ColumnShape]) -> list[Received]:
-    """Allocate columns in the ordinary memory of this process, and return the columns."""
+    """Allocate columns in this process's ordinary memory and return them."""
     return [(shape, BLOCKS.take(shape.value_bytes)) for shape in shapes]

@@ -61,7 +61,7 @@ class Namespace:
 
     @classmethod
     def of(cls, given: str | Literal[False] | None) -> Namespace:
-        """Return the namespace for a `namespace` argument. None means `TQ_NAMESPACE`, and False means no namespace.
+        """Return the namespace for a `namespace` argument. None selects `TQ_NAMESPACE`; False selects none.
 
         Raises:
             InvalidArgumentError: the name is not allowed in partition names.
@@ -74,8 +74,8 @@ class Namespace:
         is_name = isinstance(name, str) and name.isprintable() and name == name.strip(SEPARATOR)
         if not is_name or given == "":
             raise InvalidArgumentError(
-                f"{source} is {name!r}, expected printable text such as 'run-7' or 'team/run-7', without {SEPARATOR!r} "
-                "at either end. Pass False for no namespace",
+                f"{source} is {name!r}; expected printable text such as 'run-7' or 'team/run-7' that neither begins "
+                f"nor ends with {SEPARATOR!r}. Pass False for no namespace",
                 field="namespace",
             )
         return cls(name)
@@ -96,7 +96,7 @@ class Namespace:
         return full_name.removeprefix(self.prefix)
 
     def holds(self, full_name: str) -> bool:
-        """Return whether a partition is in this namespace, given its full name."""
+        """Return whether the partition with this full name is in the namespace."""
         return full_name.startswith(self.prefix)
 
     def explain(self, failure: TqError) -> TqError:
@@ -119,7 +119,7 @@ class StorageRef(NamedTuple):
         storage_id: name of the storage service.
         boot_id: id of the instance.
         address: address of the instance, or empty if it is the controller's address.
-        is_away: whether the controller does not know the instance's current address.
+        is_away: whether the instance's current address is unknown to the controller.
     """
 
     storage_id: str
@@ -139,7 +139,8 @@ class PutRef(NamedTuple):
 class CellLocations:
     """The cell locations of a batch: for each located field, one cell per sample, in batch order.
 
-    A cell consists of one row of a put, or of several rows if data was appended to the cell (`CellRuns.extent_counts`).
+    A cell consists of one row of a put, or of several rows if data was appended to the cell; see
+    `CellRuns.extent_counts`.
     """
 
     puts: tuple[PutRef, ...] = ()
@@ -168,7 +169,7 @@ class CellLocations:
         return CellLocations(puts=self.puts, runs=tuple(runs.select(positions) for runs in self.runs))
 
     def select_fields(self, field_names: Sequence[str]) -> CellLocations:
-        """Return the locations of only these fields."""
+        """Return the locations, limited to the given fields."""
         selected = [
             replace(runs, field_names=names)
             for runs in self.runs
@@ -178,7 +179,7 @@ class CellLocations:
 
     @staticmethod
     def concat(parts: Sequence[CellLocations]) -> CellLocations:
-        """Concatenate the locations of several batches, for fields whose locations are known in all batches."""
+        """Concatenate the locations of several batches. Fields whose locations are unknown in any batch are omitted."""
         puts: dict[PutRef, int] = {}
         per_part: list[dict[str, _Rows]] = []
         for part in parts:
@@ -211,7 +212,7 @@ class _Rows(NamedTuple):
     lengths: Indexes
 
     def with_counts(self) -> _Rows:
-        """Return these cells with an explicit extent count for each cell."""
+        """Return the same cells, with `counts` and `lengths` filled in for every cell."""
         if self.counts.size:
             return self
         return self._replace(counts=np.ones_like(self.rows), lengths=np.full_like(self.rows, WHOLE_EXTENT))
@@ -261,11 +262,11 @@ class SampleColumn:
     `BatchMeta`.
 
     Attributes:
-        message_field: name of the message field that contains the column, and of the property that returns one value
-            per sample. Empty if there is no such field.
+        message_field: name of the message field that contains the column. The property that returns one value per
+            sample has the same name. Empty if there is no such field.
         blank: value used in place of a missing value.
-        is_of_sample: whether the value belongs to the sample and is set by writes. If False, the value describes the
-            sample's state for a task.
+        is_of_sample: whether the value is part of the sample itself, as set by writes. If False, the value describes
+            the sample's state for a task.
     """
 
     message_field: str = ""
@@ -273,7 +274,7 @@ class SampleColumn:
     is_of_sample: bool = True
 
     def decode(self, values: Iterable[Any], _size: int) -> Any:
-        """Decode the column from a message about `_size` samples."""
+        """Decode the column from the values in a message. `_size` is the number of samples."""
         return tuple(values)
 
     def select(self, column: Any, positions: Indexes) -> Any:
@@ -281,7 +282,7 @@ class SampleColumn:
         return select(column, positions)
 
     def concat(self, columns: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Concatenate the columns of batches with these sizes."""
+        """Concatenate the columns of several batches, whose sizes are `sizes`."""
         if not any(columns):
             return ()
         parts = (column or (self.blank,) * size for column, size in zip(columns, sizes, strict=True))
@@ -293,10 +294,10 @@ class SampleColumn:
 
 
 class MetaColumns(SampleColumn):
-    """The custom_meta of a batch, as a tuple of columns, each with values for some or all samples."""
+    """The custom_meta of a batch: a tuple of columns, each of which has values for some or all samples."""
 
     def decode(self, values: Iterable[pb.MetaColumn], size: int) -> tuple[MetaColumn, ...]:
-        """Decode the custom_meta in a message about `size` samples."""
+        """Decode the custom_meta of `size` samples from a message."""
         return tuple(decode_meta_columns(values, size))
 
     def select(self, column: Sequence[MetaColumn], positions: Indexes) -> tuple[MetaColumn, ...]:
@@ -312,7 +313,10 @@ class MetaColumns(SampleColumn):
         )
 
     def overwrite(self, old: Sequence[MetaColumn], new: Sequence[MetaColumn]) -> tuple[MetaColumn, ...]:
-        """Return the custom_meta after a write. New values replace old values, and removed values are dropped."""
+        """Return the custom_meta after a write.
+
+        New values replace old values, and values that the write removes are omitted.
+        """
         merged = {column.name: column for column in old}
         for column in new:
             before = merged.get(column.name)
@@ -324,7 +328,7 @@ class Numbers(SampleColumn):
     """An array with one number per sample, or None if any number is unknown."""
 
     def concat(self, columns: Sequence[NDArray[Any] | None], sizes: Sequence[int]) -> NDArray[Any] | None:
-        """Concatenate the numbers of several batches."""
+        """Concatenate the arrays of several batches, or return None if an array is missing."""
         known = [column for column in columns if column is not None]
         return np.concatenate(known) if len(known) == len(sizes) else None
 
@@ -351,15 +355,16 @@ class BatchMeta:
         epoch: epoch of the task. Each reset increments the epoch, which is 0 for batches without a task.
         indexes: global indexes of the samples, as a read-only int64 array of shape `(size,)`.
         dropped_indexes: int64 global indexes of samples that the sampler dropped from this rank's batch, for example
-            because of the option `overlong="drop"`. Dropped samples are not in `indexes`. Every part of the batch
-            contains all dropped indexes. If `clear_samples`, `ack` or `release` is called with part of the batch, the
-            call also applies to the dropped samples.
-        fields: specs of the batch's fields. The result of a claim has the requested fields, and the result of a put has
-            the written fields. The results of `lookup_samples` and `put(return_meta="all")` have every field that at
-            least one sample has.
-        steps: the optimizer steps and packs that use the samples. Plain micro-batches form a single step.
-        totals: for a rank's batch, the totals over all ranks for each step, which are the same on all ranks. For a
-            loader's micro-batch, the totals for its step. Otherwise ().
+            because of the option `overlong="drop"`. Dropped samples are not in `indexes`. If the batch is split, each
+            part still contains all dropped indexes. If `clear_samples`, `ack` or `release` is called with part of the
+            batch, the call also applies to the dropped samples.
+        fields: specs of the batch's fields. The result of a claim has the fields that were requested, and the result of
+            a put has the fields that were written. The results of `lookup_samples` and `put(return_meta="all")` have
+            every field that is present in at least one sample.
+        steps: the optimizer steps in which the samples are used, with their packs. Plain micro-batches form a single
+            step.
+        totals: in a rank's batch, the totals of each step across all ranks. Every rank receives the same totals. A
+            loader's micro-batch has only the totals of its step. Otherwise ().
         end: number of samples per outcome if the status is "end", or None otherwise.
         locations: cell locations known to the client. `get_data` looks up the locations of other fields.
         claim_id: id of the queue worker's claim, used by `ack`, `extend` and `release`, or empty if the batch is not
@@ -368,12 +373,12 @@ class BatchMeta:
         lease_seconds: seconds remaining on the lease when the service responded, or None if the samples are not leased.
         delivery_counts: for leased samples, the number of times that each sample was delivered to the task, including
             this delivery.
-        consumption: for a lookup with a task, each sample's state for that task, as a uint8 array `(size,)` of
-            `SampleConsumption` values; otherwise None. See `consumed`.
+        consumption: each sample's state for the task of the lookup, as a uint8 array `(size,)` of `SampleConsumption`
+            values. None unless the batch is from a lookup with a task. See `consumed`.
         waiting_for: the reason for the wait if the status is "not_yet", or None if the call did not request the reason.
             See `explain` in `claim`.
         revision: for a lookup, the revision from which `watch` can continue; otherwise None.
-        admitted: for prompts claimed with `admit`, the prompts' slots, ordered by prompt; otherwise None.
+        admitted: the slots of the claimed prompts, in prompt order, if the claim used `admit`; otherwise None.
     """
 
     status: Status = "batch"
@@ -424,7 +429,7 @@ class BatchMeta:
     ) -> BatchMeta:
         """Create a batch from a message that was sent to a client with this namespace.
 
-        Do not modify the message afterwards.
+        Do not modify the message afterward.
 
         Steps, locations and columns are decoded on first access, because few callers need all of these attributes.
         """
@@ -468,7 +473,7 @@ class BatchMeta:
 
     @property
     def leased_claim(self) -> pb.LeasedClaim | None:
-        """The single leased claim to which the samples belong, or None if there is no such claim."""
+        """The leased claim to which all samples belong, or None if there is no such claim."""
         if self.lease_seconds is None or not self.claim_id:
             return None
         return pb.LeasedClaim(task_name=self.task_name, claim_request_id=self.claim_id)
@@ -517,7 +522,7 @@ class BatchMeta:
 
     @property
     def handled_indexes(self) -> NDArray[np.int64]:
-        """Indexes of the samples and of the dropped samples, as used by `clear_samples`, `ack` and `release`."""
+        """Indexes of the samples, including dropped samples, as used by `clear_samples`, `ack` and `release`."""
         return np.concatenate([self.indexes, self.dropped_indexes]) if self.dropped_indexes.size else self.indexes
 
     @property
@@ -560,13 +565,14 @@ class BatchMeta:
 
     @property
     def micro_batches(self) -> list[list[int]]:
-        """Positions of each pack's samples, for the packs of all steps in order."""
+        """One list per pack, in step order, with the positions of the pack's samples."""
         return [list(pack.positions) for step in self.steps for pack in step.packs]
 
     def select_samples(self, positions: Sequence[int] | NDArray[Any]) -> BatchMeta:
         """Return a batch with only the samples at `positions`, in this order. Steps are restricted to these samples.
 
-        The new batch belongs to the same claim. Part of a leased claim can be acknowledged or released separately.
+        The new batch belongs to the same claim. If the claim is leased, the new batch can be acknowledged or released
+        separately.
 
         Raises:
             InvalidArgumentError: a position is outside the batch or occurs more than once.
@@ -574,19 +580,20 @@ class BatchMeta:
         chosen = np.asarray(positions, dtype=np.int64 if len(positions) == 0 else None)
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
             raise InvalidArgumentError(
-                f"positions are {chosen.dtype} of shape {chosen.shape}, expected a list of integers", field="positions"
+                f"positions has dtype {chosen.dtype} and shape {chosen.shape}; expected a list of integers",
+                field="positions",
             )
         chosen = chosen.astype(np.int64)
         if chosen.size and (chosen.min() < 0 or chosen.max() >= self.size):
             raise InvalidArgumentError(
-                f"positions range from {chosen.min()} to {chosen.max()}, expected 0 to {self.size - 1}. Pass "
-                "positions in the batch, not global indexes",
+                f"positions range from {chosen.min()} to {chosen.max()}; expected values from 0 to {self.size - 1}. "
+                "Pass positions in the batch, not global indexes",
                 field="positions",
             )
         new_position = np.full(self.size, -1, np.int64)
         new_position[chosen] = np.arange(chosen.size)
         if np.count_nonzero(new_position >= 0) != chosen.size:
-            raise InvalidArgumentError("positions contains duplicates; expected distinct ones", field="positions")
+            raise InvalidArgumentError("positions contains duplicates; expected distinct positions", field="positions")
         steps = _select_steps(self.steps, new_position)
         admitted = self.admitted
         if admitted is not None and self.size:
@@ -639,14 +646,14 @@ class BatchMeta:
     def concat(parts: Sequence[BatchMeta]) -> BatchMeta:
         """Concatenate several batches.
 
-        Parts of one claim, when concatenated, form a part of that claim. A batch concatenated from several claims does
-        not belong to any claim, so acknowledge or release its parts separately. A field that is dense in one part and
-        jagged in a later part becomes jagged. A sample may occur several times, for example in batches drawn with
-        replacement.
+        If all parts come from one claim, the result also belongs to that claim. A batch concatenated from several
+        claims does not belong to any claim, so acknowledge or release its parts separately. A field that is dense in
+        one part and jagged in a later part becomes jagged. The same sample can occur several times, for example in
+        batches drawn with replacement.
 
         Raises:
-            InvalidArgumentError: there are no parts, the parts differ in partitions, incarnations, epochs or fields, or
-                a part does not have the status "batch".
+            InvalidArgumentError: there are no parts, the parts differ in partition, incarnation, epoch or fields, or a
+                part does not have the status "batch".
         """
         if not parts:
             raise InvalidArgumentError("parts is empty; expected at least one batch", field="parts")
@@ -656,7 +663,7 @@ class BatchMeta:
                 if getattr(part, name) != getattr(first, name):
                     raise InvalidArgumentError(
                         f"parts differ in {name}: {getattr(first, name)!r} and {getattr(part, name)!r}. Concatenate "
-                        "only batches of one partition, incarnation and epoch with the same fields (see select_fields)",
+                        "only batches with the same partition, incarnation, epoch and fields (see select_fields)",
                         field="parts",
                     )
             if part.status != "batch":
@@ -749,7 +756,7 @@ def _read_totals(totals: Iterable[pb.StepTotals]) -> tuple[StepTotals, ...]:
 
 
 def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> dict[int, Step]:
-    """Restrict steps to a selection of samples, and return them keyed by their number in the original batch.
+    """Restrict steps to a selection of samples, and return a dict of the steps by their numbers in the original batch.
 
     A pack that loses samples also loses its padding. Packs and steps that lose all samples are omitted.
 
@@ -778,7 +785,7 @@ def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> dic
 
 
 def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
-    """Concatenate the samples of several batches and their metadata, and return them as attributes of a new batch."""
+    """Concatenate the samples and metadata of several batches into a dict of attributes for a new batch."""
     sizes = [part.size for part in parts]
     return {
         "indexes": np.concatenate([part.indexes for part in parts]),
@@ -793,7 +800,7 @@ def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 
 def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
-    """Merge the fields of several batches. Return them and, if known, which samples have each field.
+    """Merge the fields of several batches. Return the merged fields and, if known, which samples have each field.
 
     If every batch records which samples have each field, all fields of all batches are included. Otherwise, only fields
     common to all batches are included.
@@ -861,7 +868,7 @@ def _names(column: tuple[str, ...], size: int) -> list[str | None]:
 
 
 def overwritten(old: BatchMeta, new: object) -> dict[str, Any]:
-    """Return the sample columns of `old` after a write that set the columns of `new`."""
+    """Return the sample columns of `old`, updated with the columns that a write set in `new`."""
     return {name: SAMPLE_COLUMNS[name].overwrite(getattr(old, name), getattr(new, name)) for name in OWN_COLUMNS}
 
 
@@ -875,6 +882,6 @@ def check_is_batch(metadata: BatchMeta) -> None:
 
 
 def in_parts(names: Sequence[Any] | Indexes) -> Iterator[Sequence[Any] | Indexes]:
-    """Split sample names into parts small enough for one call, and yield the parts. Yield at least one part."""
+    """Yield sample names in parts, each small enough for one call. Yield at least one part."""
     for start in range(0, max(1, len(names)), NAMED_AT_ONCE):
         yield names[start : start + NAMED_AT_ONCE]

@@ -1,11 +1,11 @@
-"""Calls from one event loop, multiplexed on a single stream.
+"""Multiplexes the calls of one event loop on a single stream.
 
     sent -> answered or failed, each call with a separate status
          -> the stream breaks: UNAVAILABLE, so that the caller retries with the same request id
          -> the stream is refused: `RefusedError`, so that the caller makes a separate call at once
 
-A call that is cancelled or reaches its deadline is dropped if it has not been sent, and otherwise cancelled at the
-service. A stream ends after a few seconds without calls.
+If a call is cancelled or reaches its deadline before it is sent, it is dropped. If the call has already been sent, it
+is cancelled at the service. A stream ends after a few seconds without calls.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class CallStream:
             self._used_at = time.monotonic()
 
     def _drop(self, call_id: int) -> None:
-        """Remove a call that has not been sent yet, or cancel it at the service."""
+        """Remove a call if it has not been sent yet. Otherwise, cancel it at the service."""
         for place, asked in enumerate(self._next.calls):
             if asked.call_id == call_id:
                 del self._next.calls[place]
@@ -163,7 +163,7 @@ class CallStream:
                 end(answered)
 
     def _end_if_idle(self) -> None:
-        """End the stream if it has been idle long enough. Otherwise, schedule another check."""
+        """End the stream if it has been idle for `_IDLE_SECONDS`. Otherwise, schedule another check."""
         left = self._used_at + _IDLE_SECONDS - time.monotonic()
         if self._waiting or left > 0:
             self._timer = self._loop.call_later(max(left, _IDLE_SECONDS / 2), self._end_if_idle)

@@ -1,7 +1,7 @@
 """Diagnoses unreachable addresses, because gRPC reports only the failure of the last address that it tried.
 
-For example, "localhost" has two addresses, ::1 and 127.0.0.1. If a service runs only at 127.0.0.1 and uses TLS but the
-client does not, gRPC reports "connection refused" for ::1, which it tried last.
+For example, "localhost" has two addresses, ::1 and 127.0.0.1. Suppose that a service listens only on 127.0.0.1 and uses
+TLS, but the client does not. gRPC then reports "connection refused" for ::1, the address that it tried last.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _SETTINGS_FRAME: Final = 4
 
 
 def find_fault(address: str, tls: Tls | None) -> str | None:
-    """Diagnose the first address that accepts connections, and return the problem found.
+    """Check the first address that accepts connections, and return the problem found.
 
     Return None if no address accepts connections, or if no problem is found.
 
     Call this function in a thread, because it takes up to two seconds for each address of the host name.
 
     Args:
-        address: the address in gRPC syntax. An address without a host or without a port is not checked.
+        address: the address in gRPC syntax. An address that lacks a host or a port is not checked.
         tls: TLS settings of the client, or None for plaintext.
     """
     targets: dict[tuple[str, int], str] = {}  # host names by address
@@ -134,7 +134,10 @@ def _connected(context: ssl.SSLContext, target: tuple[str, int], host: str | Non
 
 
 def _greet(connection: socket.socket) -> bytes:
-    """Send an HTTP/2 preface. Return the server's first frame header, or fewer bytes if the connection ends."""
+    """Send an HTTP/2 preface, and return the header of the server's first frame.
+
+    The returned header is incomplete if the connection ends before all of its bytes arrive.
+    """
     with connection, connection.makefile("rb") as answers:
         connection.sendall(_HTTP2_HELLO)
         return answers.read(_FRAME_HEADER_BYTES)

@@ -1,24 +1,23 @@
 """Combines small puts from one client into a single call.
 
-Puts that can be combined wait in the same queue, called a line. If fewer than two calls of a line are in flight, the
-caller of a new put sends the put immediately. Otherwise, the put waits, and is sent with all other waiting puts in the
-next call. This scheme needs no timer.
+Puts that can be combined wait in one queue, called a line. If fewer than two of a line's calls are in flight, a new put
+is sent immediately by its caller. Otherwise, the put waits, and is sent with all other waiting puts in the next call.
+This scheme needs no timer.
 
     waiting -- the leading caller takes it and sends a batch --> sent -- answered --> each caller gets its part
                                                                       | refused: nothing was written
                                                                       v
                                                               each put is sent separately
 
-Each batch is led by one of the callers, which sends the batch with its own deadline. If the leader times out or is
+One of the callers leads each batch, and sends the batch with the caller's own deadline. If the leader times out or is
 cancelled before the outcome is known, another caller becomes the leader. The new leader resends identical bytes with
 the original request id.
 
-Combined puts never wait for the service to have capacity, because one waiting put would delay the other puts in the
-line. If capacity is lacking, the service rejects the batch. Each put is then sent separately, and waits until the
-service has capacity.
+Combined puts never wait for capacity, because one waiting put would delay the other puts in its line. If capacity is
+lacking, the service rejects the batch. Each put is then sent separately, and waits until the service has capacity.
 
 The sync and async clients share this module. Each `Lines` object belongs to one event loop or process, and has its own
-lock. The lock is never held during a wait, and is never used by a forked child.
+lock. No thread waits while it holds the lock, and a forked child never uses its parent's lock.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _NOT_LOOKED_UP: Final = (LimitExceededError, DiskFullError, UnauthenticatedError
 
 
 def seconds_without_capacity(refusal: TqError) -> float | None:
-    """Return for how many seconds capacity may be lacking, or None if the put was rejected for another reason."""
+    """If a put was rejected for lack of capacity, return its retry delay in seconds; otherwise, return None."""
     if not isinstance(refusal, ResourceExhaustedError) or isinstance(refusal, _NOT_LOOKED_UP):
         return None
     return refusal.retry_after_seconds
@@ -73,14 +72,15 @@ class Put:
     """The put made by a single call.
 
     Attributes:
-        kind: the response type, which determines the RPC: Commit (sent as part of a put if there are columns) or
-            Insert.
+        kind: the response type, which determines whether the RPC is Commit or Insert. If there are columns, the Commit
+            is sent as part of a put.
         columns: columns of new or existing samples, or empty if the put contains only metadata.
         write: the samples to write.
         for_existing_rows: whether all samples already exist.
         return_all_meta: whether to return all metadata of the samples rather than only the written metadata.
         size_bytes: total size of all values in bytes.
-        likeness: key that is equal for all puts that can be combined, or None if the put must be sent separately.
+        likeness: key shared by all puts that can be combined with each other, or None if the put must be sent
+            separately.
     """
 
     kind: type[commit_pb2.CommitResponse] | type[pb.InsertResponse] = commit_pb2.CommitResponse
@@ -136,7 +136,7 @@ class JointPut:
     Attributes:
         kind: response type of the call.
         columns: columns of all puts, or empty if the puts contain only metadata.
-        header: the put header, including the commit. Without columns, only the commit is set.
+        header: the put header, including the commit. If there are no columns, only the commit is set.
         request: the commit or insert request.
     """
 
@@ -178,7 +178,7 @@ class Answered:
         self._known = joined([BatchMeta.from_proto(part, namespace) for part in all_meta]) if all_meta else None
 
     def part(self, write: Write, start: int = 0) -> BatchMeta:
-        """Return the samples of one put, whose first row is at position `start` in the joint put."""
+        """Return the samples of the put whose first row is at position `start` in the combined put."""
         written, known, rows = self._written, self._known, slice(start, start + write.row_count)
         if known is not None and known.size > write.row_count:
             known = known.select_samples(range(known.size)[rows])
@@ -188,14 +188,14 @@ class Answered:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A put in a line, together with its waiting caller.
+    """A gathered put and the caller waiting for it.
 
     Attributes:
         put: the put.
         deadline: the caller's deadline.
         signal: an `AsyncSignal` or `Signal` that wakes the caller.
-        line: the line that contains the put.
-        leads: whether the caller is sending the batch or is about to do so.
+        line: the line to which the put belongs.
+        leads: whether the caller is sending, or is about to send, the batch.
         batch: the batch that contains the put, or None while the put is waiting.
         start: position of the put's first row in the batch.
     """
@@ -209,7 +209,7 @@ class Member:
     start: int = 0
 
     def lead(self) -> None:
-        """Make the caller the leader of its batch, and wake the caller."""
+        """Wake the caller as the leader of its batch."""
         self.leads = True
         self.signal.set()
 
@@ -241,11 +241,12 @@ class Batch:
 
     Attributes:
         members: puts of the batch, in row order.
-        waiting: members whose callers are still waiting.
+        waiting: members whose callers still await the result.
         joint: wire form of the puts, or None until the batch is sent.
         answered: the response. If None, the service rejected the batch, and each put must be sent separately.
         is_over: whether the batch's outcome is known.
-        may_be_made: whether the outcome of an earlier attempt is unknown.
+        may_be_made: whether the puts may already have been written, because the outcome of an earlier attempt is
+            unknown.
     """
 
     members: Sequence[Member]
@@ -269,7 +270,7 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """A line of puts that can be combined with each other.
+    """A waiting line of puts that can be combined with each other.
 
     Attributes:
         likeness: key shared by all puts in the line.
@@ -287,7 +288,7 @@ class Line:
 
 
 class Lines:
-    """The lines of all callers in one event loop or process."""
+    """The lines of puts for all callers in one event loop or process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -295,9 +296,9 @@ class Lines:
         self._awaited: list[tuple[set[Member], Any]] = []  # puts awaited by closing clients, with a signal each
 
     def join(self, likeness: Hashable, put: Put, deadline: Deadline, signal: Any) -> Member:
-        """Add a put to its line.
+        """Add a put to the line of puts that have the same `likeness`.
 
-        A caller that is woken as the leader must send a batch. When its wait ends, the caller must call `leave`.
+        A caller that is woken as the leader must send a batch. Every caller must call `leave` when it stops waiting.
         """
         with self._lock:
             line = self._lines.get(likeness)
@@ -309,7 +310,7 @@ class Lines:
         return member
 
     def take(self, leader: Member) -> Batch:
-        """Return the batch that the leader must send: an abandoned batch, or a new one that contains waiting puts."""
+        """Return the batch that the leader must send, either an abandoned batch or a new batch of waiting puts."""
         with self._lock:
             if leader.batch is not None:
                 leader.batch.may_be_made = True
@@ -365,10 +366,10 @@ class Lines:
                     _latest(batch.waiting).lead()
 
     def await_gathered(self, signal: Any) -> None:
-        """Set a signal as soon as no caller is waiting for a gathered put, possibly immediately.
+        """Set a signal once no caller is waiting for a gathered put. If no caller is waiting now, set it immediately.
 
-        If a line has unsent puts, the signal also waits for the line's puts in flight, because their responses may
-        arrive last.
+        If a line has unsent puts, the line's puts in flight also delay the signal, because their responses may arrive
+        last.
         """
         with self._lock:
             lines = [line for line in self._lines.values() if line.waiting]
@@ -385,7 +386,7 @@ class Lines:
         self._go_on(line)
 
     def _go_on(self, line: Line) -> None:
-        """Make a waiting caller the leader if fewer than two calls are in flight. Drop the line if it is empty."""
+        """If fewer than two calls are in flight, make a waiting caller the leader. Drop the line if it is empty."""
         if line.waiting:
             if line.leader is None and len(line.batches) < _MOST_UNDER_WAY:
                 line.leader = _latest(islice(line.waiting, MOST_ROWS))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tq_service.client.landing import Landing
 
 GROUP_INDEX: Final = "group_index"
-"""Name of the field added by `get_data(expand=False)`. It maps each sample to its row in columns with group scope."""
+"""Name of the field that `get_data(expand=False)` adds to map each sample to its row in group-scope columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,8 +36,8 @@ class SharedRows:
 
     Attributes:
         names: names of the group-scope fields.
-        first: index of the first sample that uses each distinct row, in order; an array of shape `(m,)`.
-        order: number of the distinct row that each sample uses; an array of shape `(n,)`.
+        first: for each distinct row, in order, the index of the first sample that uses it; an array of shape `(m,)`.
+        order: for each sample, the index of the distinct row that it uses; an array of shape `(n,)`.
     """
 
     names: frozenset[str]
@@ -63,7 +63,7 @@ class SharedRows:
 
     @classmethod
     def of_none(cls, fields: Sequence[FieldSpec]) -> SharedRows:
-        """Return the shared rows of a batch without samples; see `of`."""
+        """Return the `SharedRows` of an empty batch; see `of`."""
         names = frozenset(spec.name for spec in fields if spec.scope is FieldScope.GROUP)
         return cls(names=names, first=np.zeros(0, np.int64), order=np.zeros(0, np.int64))
 
@@ -75,7 +75,7 @@ class SharedRows:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether each sample has its own row, and the rows are in the same order as the samples."""
+        """Whether each sample has its own row and the rows are in the same order as the samples."""
         return self.order.size == self.first.size and bool((self.order == np.arange(self.order.size)).all())
 
     def expanded(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class SharedRows:
         return {**data, **shared}
 
     def indexed(self, data: dict[str, Any], device: Any = None) -> dict[str, Any]:
-        """Add the `group_index` field, which maps each sample to its row, to decoded columns."""
+        """Return the decoded columns with an added field `group_index`, which maps each sample to its row."""
         if not has_torch():
             return {**data, GROUP_INDEX: self.order}
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
@@ -95,7 +95,7 @@ class SharedRows:
         return {**data, GROUP_INDEX: torch.from_numpy(self.order).to(device)}
 
     def _expand(self, values: Any, patterns: dict[int, RowPattern]) -> Any:
-        """Return one row per sample: shared objects for a list, or views or copies for a tensor."""
+        """Return one row per sample. Rows of a list are shared, and rows of a tensor are views or copies."""
         count = self.order.size
         if isinstance(values, list):
             return [values[row] for row in self.order.tolist()]
@@ -138,10 +138,10 @@ def arrangement(
     """Return a function that arranges the decoded columns of a batch according to `expand`.
 
     Args:
-        shared: rows of the group-scope fields, for the distinct samples of the batch.
-        order: for each position in the batch, the index of its distinct sample, as an array of shape `(n,)`. None if no
-            sample is repeated.
-        landing: destinations of the fields, or None for new host memory.
+        shared: which rows of the group-scope fields the distinct samples of the batch use.
+        order: for each sample in the batch, its index among the distinct samples, as an array of shape `(n,)`. None if
+            no sample is repeated.
+        landing: destinations of the fields, or None to place the fields in new host memory.
         expand: the `expand` argument of `get_data`.
     """
     if order is not None:
@@ -164,8 +164,8 @@ def check_not_expanded(fields: Sequence[FieldSpec], landing: Landing | None) -> 
             )
         if spec.scope is FieldScope.GROUP and landing is not None and spec.name in landing.out:
             raise InvalidArgumentError(
-                f"out has field {spec.name!r}, whose number of rows is not known in advance. With expand=False, omit "
-                f"the field from out",
+                f"out contains field {spec.name!r}, but with expand=False the field's number of rows is not known in "
+                "advance. Omit the field from out",
                 field="out",
                 metadata={"field_name": spec.name},
             )

@@ -1,4 +1,4 @@
-"""Heartbeats: periodic calls to a method, in an asyncio task or a thread, for as long as the method's object exists.
+"""Heartbeats, which call a method periodically from an asyncio task or a thread while the method's object exists.
 
 A heartbeat does not keep the object alive. If it did, the heartbeat of a failed worker would continue to extend leases.
 """

@@ -1,4 +1,4 @@
-"""Destinations of fetched data other than new host memory: a device or the caller's tensors."""
+"""Destinations for fetched data instead of new host memory: a device or the caller's tensors."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Landing:
 
     @classmethod
     def of(cls, device: Any, out: Any) -> Landing | None:
-        """Return the destinations for `get_data` arguments, or None if all data is received in new host memory.
+        """Return the destinations that the arguments select, or None if all data is received in new host memory.
 
         Raises:
-            InvalidArgumentError: the device does not exist, or a tensor cannot be filled.
+            InvalidArgumentError: the device does not exist, or a tensor in `out` cannot be filled.
         """
         found = find_device(device)
         targets = {} if out is None else dict(out.items())
@@ -62,10 +62,10 @@ class Landing:
         return cls(found, targets) if found is not None or targets else None
 
     def check(self, specs: Sequence[FieldSpec], row_count: int, layout: ReadLayout | None) -> None:
-        """Check that the tensors in `out` match `row_count` rows of the fetched fields.
+        """Check that the tensors in `out` can receive `row_count` rows of the fetched fields.
 
         Raises:
-            InvalidArgumentError: a field is not fetched, or is not dense.
+            InvalidArgumentError: a field is not among the fetched fields, or is not dense.
             FieldMismatchError: a tensor has a different dtype or shape.
         """
         fetched = {spec.name: spec for spec in specs}
@@ -73,7 +73,7 @@ class Landing:
             spec = fetched.get(name)
             if spec is None:
                 raise InvalidArgumentError(
-                    f"out has field {name!r}, which is not fetched; expected some of {', '.join(map(repr, fetched))}",
+                    f"out has field {name!r}, which is not fetched; expected any of {', '.join(map(repr, fetched))}",
                     field="out",
                     metadata={"field_name": name},
                 )
@@ -94,7 +94,7 @@ class Landing:
                 )
 
     def device_of(self, column: ColumnShape) -> torch.device | None:
-        """Return the device to copy a column to, or None if it stays on the CPU, as object columns always do."""
+        """Return the device to which a column is copied, or None if it stays on the CPU, as all object columns do."""
         target = self.out.get(column.spec.name)
         if target is not None:
             return target.device if is_on_device(target) else None
@@ -116,7 +116,7 @@ class Landing:
         return np.frombuffer(tensor_bytes(target), np.uint8)
 
     def fill(self, data: dict[str, Any]) -> None:
-        """Fill the caller's tensors, and replace the decoded columns in `data` with them."""
+        """Fill the caller's tensors with the decoded columns in `data`, and replace the columns with the tensors."""
         for name, target in self.out.items():
             values = data[name]
             if is_on_device(target):

@@ -59,7 +59,7 @@ def fill_pattern(spec: FieldSpec, value: Any) -> Bytes:
         filled = torch.tensor(given).to(dtype) if isinstance(given, float) else torch.tensor(given, dtype=dtype)
         is_whole = not (filled.is_floating_point() or filled.is_complex())
         if filled.dim() or (is_whole and filled.item() != given):
-            raise ValueError("the value would change in this dtype")
+            raise ValueError("conversion to this dtype would change the value")
         return np.frombuffer(tensor_bytes(filled.reshape(1)), np.uint8)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise InvalidArgumentError(
@@ -76,7 +76,7 @@ def lengthen(column: ColumnShape, values: Bytes, row_bytes: Indexes, pattern: By
     Args:
         column: the rows to fill.
         values: bytes of the rows.
-        row_bytes: size of each filled row in bytes, of shape `(n,)`.
+        row_bytes: array of shape `(n,)` with the size of each filled row in bytes.
         pattern: bytes of the fill value.
     """
     ends = np.cumsum(row_bytes)
@@ -190,7 +190,7 @@ class Padding:
         return spec.layout is Layout.JAGGED and _ragged_dim(spec) is not None
 
     def heads(self, specs: Sequence[FieldSpec], sliced: Sequence[str]) -> dict[str, int]:
-        """Return a dict that maps each field that storage services truncate to its maximum row length."""
+        """Return the maximum row length of each field that storage services truncate, by field name."""
         return {
             spec.name: length
             for spec in specs
@@ -232,7 +232,7 @@ def mask_name(name: str) -> str:
 
 
 def _ragged_dim(spec: FieldSpec) -> int | None:
-    """Return the row dimension to pad, or None if the rows cannot be padded in exactly one dimension."""
+    """Return the row dimension to pad, or None if there is no single dimension to pad."""
     if spec.row_shape is None:
         return 0 if spec.layout is not Layout.OBJECT else None
     dims = with_ragged_dim(spec).ragged_dims
@@ -245,7 +245,7 @@ def _check_can_pad(spec: FieldSpec, dim: int | None) -> None:
     if spec.layout is Layout.OBJECT or dim is None:
         raise FieldMismatchError(
             f"field {spec.name!r} is {spec.describe()}; expected tensors whose rows differ in one dimension. "
-            "Set padded to a list of other fields",
+            "Set padded to a list without this field",
             field="padded",
             metadata={"field_name": spec.name, "got": spec.describe(), "expected": "rows that differ in one dimension"},
         )
@@ -256,7 +256,7 @@ class PaddedColumn:
 
     Args:
         padding: padding options of the call.
-        spec: spec of the field, as far as known before the read.
+        spec: the parts of the field's spec that are known before the read.
         row_count: number of rows in the result.
         device: device to which the buffer is copied, or None for the CPU.
         is_one_answer: whether all rows arrive in one response. If True, the header of the response determines the
@@ -320,11 +320,11 @@ class PaddedColumn:
         """Return the padded column and, if requested, its mask.
 
         Args:
-            parts: for each response, the positions of its rows in the result, its column, and its values. Values that
-                are the buffer itself were received in place. All other values are copied.
+            parts: for each response, the positions of its rows in the result, its column, and its values. If the values
+                are the buffer itself, they were received in place. All other values are copied.
 
         Raises:
-            FieldMismatchError: a row is longer than `length`, or rows differ in several dimensions.
+            FieldMismatchError: a row is longer than `length`, or the shapes of the rows differ in several dimensions.
         """
         name, known = self._spec.name, self._spec
         covered = [known] if known.layout is Layout.JAGGED and known.row_shape is not None else []

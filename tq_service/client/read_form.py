@@ -110,14 +110,15 @@ class ReadForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormOfFields:
-    """The options of a `ReadForm`, applied to the fetched fields.
+    """The options of a `ReadForm`, resolved for the fetched fields.
 
     Attributes:
-        slices: the slices, including slices that implement `truncate`. If None, full rows of all fields are fetched.
+        slices: the requested slices, and the slices that implement `truncate`. If None, full rows of all fields are
+            fetched.
         padding: padding options, or None for no padding.
-        cut: specs of the fields as they are received, keyed by name.
-        result: specs of the fields in the result, as far as known before the read.
-        padded: names of the padded fields, as far as known before the read.
+        cut: specs of the fields by name, after slicing and before padding.
+        result: specs of the fields in the result, to the extent that they are known before the read.
+        padded: names of the padded fields that are known before the read.
     """
 
     slices: Slices | None
@@ -180,7 +181,7 @@ def check_read_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     others = [name for name in found if name not in _OPTIONS]
     if others:
         raise InvalidArgumentError(
-            f"read_options has {others[0]!r}; expected some of {', '.join(_OPTIONS)}", field="read_options"
+            f"read_options contains {others[0]!r}; expected only {', '.join(_OPTIONS)}", field="read_options"
         )
     Padding.of(found.get("padded", False), **{name: found[name] for name in _OPTIONS[2:] if name in found})
     slices = Slices.of(found.get("slices"), 0)
@@ -206,10 +207,10 @@ def with_shares(
     """Extend `get_data` arguments so that fields are sliced to a context-parallel rank's share.
 
     Args:
-        options: the arguments to extend.
+        options: `get_data` arguments to extend.
         data_fields: names of the fetched fields.
         cp_fields: names of the fields that are split among the ranks.
-        share: slice that selects the rank's share.
+        share: slice that selects this rank's items in each row.
         fill: fill value of the shares, or a dict that maps fields to fill values.
         positions: whether to add a field that contains the positions of the items in the share.
 
@@ -224,7 +225,7 @@ def with_shares(
         if name not in data_fields or name in slices:
             problem = "is also in the slices of read_options" if name in slices else "is not in data_fields"
             raise InvalidArgumentError(
-                f"cp_fields has field {name!r}, which {problem}; expected fetched fields without another slice",
+                f"cp_fields has field {name!r}, which {problem}; expected only fetched fields that have no slice",
                 field="cp_fields",
                 metadata={"field_name": name},
             )
@@ -237,13 +238,13 @@ def with_shares(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedRead:
-    """The padding state of a call.
+    """The state of a call that reads padded columns.
 
     Attributes:
         padding: padding options.
         row_count: number of rows in the result.
         device: device to which padded columns are copied, or None for the CPU.
-        specs: specs of the fields, as far as known before the read.
+        specs: field specs that are known before the read.
         columns: a dict that maps fields to the columns that are padded during the transfer.
         parts: a dict that maps fields to the received parts of `columns`.
     """
@@ -256,7 +257,7 @@ class PaddedRead:
     parts: dict[str, list[tuple[Indexes, ColumnShape, Bytes]]] = field(default_factory=dict)
 
     def rows_of(self, read: StorageRead) -> _RowsOfRead:
-        """Return the object that determines where to receive the rows of a read."""
+        """Return the placement of the rows of a read."""
         return _RowsOfRead(self.columns, read.positions)
 
     def take(self, reads: Sequence[StorageRead], answers: Sequence[Sequence[Received]]) -> list[list[Received]]:
@@ -293,6 +294,6 @@ class _RowsOfRead:
     positions: Indexes
 
     def place(self, column: ColumnShape) -> ScatteredRows | None:
-        """Return the memory that will receive the rows of a column, or None to receive the rows contiguously."""
+        """Return the memory for a column's rows, or None if the rows are to be received contiguously."""
         padded = self.columns.get(column.spec.name)
         return None if padded is None else padded.place(column, self.positions)

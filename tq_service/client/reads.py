@@ -68,11 +68,11 @@ class StorageRead:
 
     Attributes:
         storage: the storage service instance to read from.
-        positions: ascending positions of the rows to read, as an array of shape `(n,)`. Positions refer to samples of
-            the batch, or to the list of all extents of the batch's cells.
-        request: the request for the cells.
-        owners: the sample of each row, as an array of shape `(n,)`. If several samples share a row, this is the first
-            of them. If None, each row belongs to the sample at its position.
+        positions: ascending positions of the rows to read, as an array of shape `(n,)`. A position refers to the
+            batch's samples, or to the list of all extents in the batch's cells.
+        request: get request to send to the storage service.
+        owners: the sample of each row, as an array of shape `(n,)`. If several samples share a row, the row's entry is
+            the first of these samples. If None, `positions` identifies each row's sample.
         order: if samples share rows, the row of each sample in the batch; otherwise None.
     """
 
@@ -104,7 +104,7 @@ class StorageRead:
         return [name for runs in self.request.runs for name in runs.field_names]
 
     def size_bytes(self, specs: Mapping[str, FieldSpec]) -> int | None:
-        """Return the total size of all values in bytes, or None if the rows of a field may differ in size."""
+        """Return the total size of all values in bytes, or None if the rows of any field may differ in size."""
         total = 0
         for name in self.field_names:
             spec = specs.get(name)
@@ -126,10 +126,10 @@ def plan_reads(
     Args:
         locations: locations of the cells.
         data_fields: names of the fields.
-        cuts: a dict that maps fields to the requested part of each row. Cells with extents in several storage services
-            are read in full, because no single service can determine the cell's total length.
-        joined: other fields whose extents the storage service should join. A storage service can join a cell's extents
-            only if it stores all of them.
+        cuts: a dict that maps fields to the requested part of each row. A cell with extents in several storage services
+            is read in full, because no single service can determine its total length.
+        joined: names of fields that are not in `cuts` and whose extents the storage service should join. A storage
+            service can join a cell's extents only if it stores all of them.
     """
     cuts = cuts or {}
     numbers: dict[StorageRef, int] = {}
@@ -167,7 +167,7 @@ def plan_reads(
 
 
 def _apart(all_runs: Sequence[CellRuns], names: Collection[str]) -> Iterator[CellRuns]:
-    """Yield the runs. If cells have extents, split each run into the fields in `names` and the other fields."""
+    """Yield the runs. If cells have extents, separate the fields in `names` from the other fields of each run."""
     for runs in all_runs:
         inside = tuple(name for name in runs.field_names if name in names)
         if not runs.extent_counts.size or len(inside) in (0, len(runs.field_names)):
@@ -186,7 +186,10 @@ def _slices(cuts: Mapping[str, RowCut], parts: Sequence[CellRuns], positions: In
 
 
 def _split_by_storage(runs: CellRuns, owners: Indexes) -> list[tuple[int, Indexes, CellRuns]]:
-    """Return the positions and runs for each storage service. `owners` contains the storage service of each run."""
+    """Split the runs by storage service. Return each storage service's number, row positions and runs.
+
+    `owners` contains the storage service of each run.
+    """
     storages = np.unique(owners).tolist()
     if len(storages) == 1:
         return [(storages[0], np.arange(runs.row_count), runs)]
@@ -208,7 +211,7 @@ def merge_answers(
     """Merge the responses to reads into one column per field, with rows in batch order.
 
     Args:
-        reads: the reads that were sent.
+        reads: the reads whose responses are merged.
         answers: the columns received for each read.
         data_fields: names of the fields, in the requested order.
         specs: known specs of the fields. Dense rows of a jagged field are returned as jagged.
@@ -289,7 +292,7 @@ def _merge(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]], declared: Field
 
 
 def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
-    """Make dimensions of a jagged column non-ragged if all rows have the size declared for the field."""
+    """Give each ragged dimension a fixed size if the field declares this size and all rows have it."""
     shape = list(column.spec.row_shape or ())
     fixed = declared.row_shape or ()
     for dim in column.spec.ragged_dims if len(fixed) == len(shape) else ():
@@ -299,7 +302,7 @@ def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
 
 
 def _shaped_as(row_shape: Sequence[int], column: ColumnShape) -> ColumnShape:
-    """Return a tensor column with `row_shape` as the row shape in its spec."""
+    """Return a tensor column after replacing the row shape in its spec."""
     layout = Layout.JAGGED if -1 in row_shape else Layout.DENSE
     return _described_as(replace(column.spec, layout=layout, row_shape=tuple(row_shape)), column)
 
@@ -357,7 +360,7 @@ def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnSh
 
 
 def each_once(metadata: BatchMeta) -> tuple[BatchMeta, Indexes | None]:
-    """Return a batch without repeated samples, and each original sample's position in it, as an array of shape `(n,)`.
+    """Return a batch without repeated samples, and an array of shape `(n,)` with each original sample's position in it.
 
     If no sample is repeated, return the original batch and None.
     """
@@ -417,10 +420,10 @@ def to_batch(
 
     Without torch, columns are numpy arrays or lists of numpy arrays. `layout` has the same meaning as in `get_data`. If
     None, the layout is unchanged. The batch size of the TensorDict is `[row_count]`, or `[]` if `row_count` is None.
-    `arrange` converts the decoded columns to the columns of the result.
+    `arrange` converts the decoded columns to the result's columns.
 
     Raises:
-        FieldMismatchError: rows of a column requested as dense differ in shape.
+        FieldMismatchError: a column is requested as dense, but its rows differ in shape.
         torch.OutOfMemoryError: a device has too little free memory.
     """
     columns = [column if layout is None else _laid_out(column, layout) for column, _ in received]
@@ -470,8 +473,8 @@ class RowPattern:
         offsets: row boundaries, as a tensor of shape `(n + 1,)` that is shared by all nested tensors with this pattern.
         bounds: the row boundaries in host memory.
         min_length: length of the shortest row, or 0 if there are no rows.
-        max_length: length of the longest row, or 0 if there are no rows. Without this length, torch would pad a nested
-            tensor's rows to the size of its values in dimension 0.
+        max_length: length of the longest row, or 0 if there are no rows. Without this length, torch would pad each row
+            of a nested tensor to the size of dimension 0 of the tensor's values.
     """
 
     offsets: torch.Tensor
@@ -481,13 +484,13 @@ class RowPattern:
 
     @classmethod
     def of_offsets(cls, offsets: torch.Tensor, bounds: NDArray[np.int64] | None = None) -> RowPattern:
-        """Return the pattern described by an offsets tensor.
+        """Return the pattern of rows that have these boundaries.
 
         Args:
             offsets: row boundaries, as a tensor of shape `(n + 1,)`.
-            bounds: the row boundaries in host memory. If None, known boundaries are reused if this module created a
-                nested tensor with these offsets. Otherwise, the offsets are copied, which synchronizes with their
-                device.
+            bounds: the row boundaries in host memory. If None, and this module created a nested tensor with these
+                offsets, the boundaries cached for that tensor are reused. Otherwise, the offsets are copied to host
+                memory, which requires synchronization with their device.
         """
         if bounds is None:
             bounds = _known_bounds().get(offsets)
@@ -501,7 +504,7 @@ class RowPattern:
     def of_lengths(
         cls, lengths: NDArray[np.int64], *, dtype: torch.dtype | None = None, beside: torch.Tensor | None = None
     ) -> RowPattern:
-        """Return the pattern of rows that have these lengths.
+        """Return the pattern of rows with the given lengths.
 
         Args:
             lengths: row lengths, as an array of shape `(n,)`.
@@ -522,7 +525,7 @@ class RowPattern:
 
         Args:
             values: the rows, concatenated along dimension `ragged_dim - 1`.
-            ragged_dim: the nested tensor's ragged dimension, counted from 1.
+            ragged_dim: the nested tensor's ragged dimension; its batch dimension is 0.
         """
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
@@ -536,7 +539,7 @@ class RowPattern:
 
 @cache
 def _known_bounds() -> MutableMapping[torch.Tensor, NDArray[np.int64]]:
-    """Return the cache of row boundaries for offsets on a device. A cache hit avoids a device synchronization."""
+    """Return the cache that maps offsets on a device to row boundaries. A cache hit avoids a device synchronization."""
     from torch.utils.weak import WeakIdKeyDictionary  # noqa: PLC0415  (torch is optional and slow to import)
 
     return WeakIdKeyDictionary()
@@ -544,7 +547,7 @@ def _known_bounds() -> MutableMapping[torch.Tensor, NDArray[np.int64]]:
 
 @cache
 def _hide_torch_notice() -> None:
-    """Suppress the message to torch developers that torch logs when a process creates its first nested tensor."""
+    """Suppress a message for torch developers that torch logs when a process creates its first nested tensor."""
 
     def is_worth_showing(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("is_fx_tracing will return true")
@@ -606,7 +609,7 @@ def to_tensordict(columns: Mapping[str, Any], row_count: int | None) -> TensorDi
 def object_stack(rows: Sequence[Any]) -> Any:
     """Return rows of objects as a TensorDict field.
 
-    Zero rows are supported, although tensordict 0.10 has no empty stack.
+    For an empty list, the field is a `NonTensorData`, because tensordict 0.10 cannot create an empty stack.
     """
     from tensordict import NonTensorData, NonTensorStack  # noqa: PLC0415  (optional, slow to import)
 
@@ -634,7 +637,7 @@ class _Decoder:
         self._patterns: dict[bytes, RowPattern] = {}
 
     def upload(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes], device: Any) -> list[torch.Tensor]:
-        """Copy columns and their row offsets to a device, and return the bytes of the columns on the device."""
+        """Copy columns and their row offsets to a device, and return each column's bytes on the device."""
         lengths = [column.extents[:, 0] for column in columns if column.extents is not None and _is_nested(column)]
         bounds = {each.tobytes(): offsets_of(each) for each in lengths}
         found = upload([*buffers, *(each.view(np.uint8) for each in bounds.values())], device)
@@ -704,8 +707,8 @@ class _Decoder:
 def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -> DataLossError:
     """Return a copy of a data-loss error that also names the affected samples and fields of the batch.
 
-    If the service lists the lost puts, only the samples of these puts are affected. Otherwise, all samples of the read
-    are affected.
+    If the service lists the lost puts, only the samples of these puts are affected. Otherwise, all samples in the read
+    are considered affected.
     """
     put_ids = [put_id.hex() for put_id in read.request.put_ids]
     is_lost = np.isin(put_ids, (error.metadata.get("put_ids") or ",".join(put_ids)).split(","))
@@ -740,7 +743,7 @@ def unread_samples(
     deadline: Deadline,
     error: DeadlineError | UnavailableError,
 ) -> DeadlineError | UnavailableError:
-    """Return the error for a storage service that did not respond. The error names the fields and samples of the read.
+    """Return an error that names the fields and samples that an unresponsive storage service did not return.
 
     Args:
         metadata: the batch.

@@ -70,7 +70,7 @@ _KNOWN: Final = ("fields", "locations", "produced_columns", *OWN_COLUMNS)
 
 # Names are passed as a list or as an array of strings of shape `(n,)`.
 Target: TypeAlias = str | BatchMeta
-"""Target of a call: either a partition name or the metadata of samples."""
+"""Target of a call: either a partition name or sample metadata."""
 
 NameColumn: TypeAlias = "Sequence[str] | NDArray[np.str_]"
 GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
@@ -105,7 +105,7 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
         **arguments: values of the fields. An enum, list or optional field is left unset if its value is None.
 
     Raises:
-        InvalidArgumentError: an argument is not valid for its field.
+        InvalidArgumentError: a value is not valid for its field.
     """
     rules = _rules(kind.DESCRIPTOR)
     for name, value in arguments.items():
@@ -125,7 +125,7 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rules:
-    """Rules for a request type: converters for lists and enums, required fields, and whether it has a request id."""
+    """How to convert a request's lists and enums, which fields it requires, and whether it has a request id."""
 
     converters: Mapping[str, Converter]
     required: Collection[str]
@@ -183,7 +183,7 @@ def new_id() -> bytes:
 
 
 def seconds(name: str, value: float) -> float:
-    """Convert a time span to a float. Raise InvalidArgumentError if the span is negative or not finite."""
+    """Convert a number of seconds to a float. Raise InvalidArgumentError if the number is negative or not finite."""
     try:
         span = float(value)
     except (TypeError, ValueError):
@@ -194,7 +194,7 @@ def seconds(name: str, value: float) -> float:
 
 
 def all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]:
-    """Return the values as a list, after checking that all of them have the type `kind`.
+    """Return the values as a list, after checking that all of them are of type `kind`.
 
     Raises:
         InvalidArgumentError: a value has a different type.
@@ -202,7 +202,9 @@ def all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]
     given = list(values)
     for value in given:
         if not isinstance(value, kind):
-            raise InvalidArgumentError(f"{name} has a {type(value).__name__}, expected {kind.__name__}", field=name)
+            raise InvalidArgumentError(
+                f"{name}: got a value of type {type(value).__name__}, expected type {kind.__name__}", field=name
+            )
     return given
 
 
@@ -210,7 +212,7 @@ def listed(name: str, values: Any) -> list[Any]:
     """Return the items of an iterable, array or tensor as a list, or an empty list for None.
 
     Raises:
-        InvalidArgumentError: the value is not iterable, or is a string, which is probably a mistake.
+        InvalidArgumentError: the value is a string, which is probably a mistake, or is not iterable.
     """
     if values is None or isinstance(values, list | tuple):
         return list(values or ())
@@ -221,11 +223,11 @@ def listed(name: str, values: Any) -> list[Any]:
 
 
 def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None, Sequence[Any] | Indexes]:
-    """Return the only keyword with a value, and its list of names. A batch counts as a list of global indexes."""
+    """Return the name and values of the only argument that is set. A batch is replaced by its global indexes."""
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise InvalidArgumentError(
-            f"samples are selected by {' and by '.join(given)}; expected only one of {', '.join(names)}", field=given[0]
+            f"got {' and '.join(given)}; expected only one of {', '.join(names)}", field=given[0]
         )
     if not given:
         return None, []
@@ -237,19 +239,19 @@ def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None
 
 
 def partition_of(namespace: Namespace, target: Target) -> str:
-    """Return the full name of a call's target partition, given by name or by the metadata of samples."""
+    """Return the full name of a call's target partition. The target is a partition name or sample metadata."""
     if isinstance(target, BatchMeta):
         return target.full_partition_id
     if not isinstance(target, str):
         raise InvalidArgumentError(
-            f"target is of type {type(target).__name__}, expected a partition name or the metadata of samples",
+            f"target is of type {type(target).__name__}, expected a partition name or sample metadata",
             field="partition_id",
         )
     return namespace.full_name(target)
 
 
 def metadata_of(target: Target) -> BatchMeta | None:
-    """Return the target if it is the metadata of samples, or None if it is a partition name."""
+    """Return the target if it is sample metadata, or None if it is a partition name."""
     return target if isinstance(target, BatchMeta) else None
 
 
@@ -295,8 +297,8 @@ def with_short_forms(
         return found, release
     if len(tasks) != 1:
         raise InvalidArgumentError(
-            f"max_staleness is {max_staleness} and clear_after has {len(tasks)} tasks; expected exactly one task to "
-            "limit. Set clear_after to this task, or add an Admission for the task to admissions",
+            f"max_staleness is {max_staleness} and clear_after has {len(tasks)} tasks; expected exactly one task. Set "
+            "clear_after to the task to limit, or add an Admission for this task to admissions",
             field="max_staleness",
         )
     bound = Admission(tasks[0], max_staleness=max_staleness, global_batch=global_batch or 0, unit=batch_unit)
@@ -304,7 +306,7 @@ def with_short_forms(
 
 
 class ClaimOptions(TypedDict, total=False):
-    """Type of a dict that holds the options of several `Client.claim` calls, except `batch_count` and `timeout`.
+    """Type of a dict with options shared by several `Client.claim` calls, except `batch_count` and `timeout`.
 
         options: tq.types.ClaimOptions = {"batch_size": 8, "dp_rank": 0, "dp_size": 4}
         data, batch = client.get_batch("train", "update_actor", ["input_ids"], **options | {"batch_index": 0})
@@ -422,9 +424,9 @@ def name_and_options(
 ) -> tuple[str, Mapping[str, Any] | None]:
     """Return the name and options of a sampler passed by name or as an object.
 
-    If the sampler is an object, options with default values are omitted. As a result, ranks that pass an object and
-    ranks that pass a name with options send identical requests. In addition, an older service only needs to support the
-    options that are used.
+    If the sampler is an object, options with default values are omitted. As a result, ranks send identical requests
+    whether they pass an object or a name with options. In addition, an older service only needs to support the options
+    that are used.
 
     Raises:
         InvalidArgumentError: `sampler` is neither a name nor a sampler, or `sampler` is an object and `sampler_config`
@@ -441,8 +443,8 @@ def name_and_options(
         )
     if sampler_config is not None:
         raise InvalidArgumentError(
-            f"sampler_config is {sampler_config!r:.200} and sampler is {sampler!r:.200}; expected options in only one "
-            f"of them. Set the options in the object, or pass the name {name!r}",
+            f"sampler_config is {sampler_config!r:.200} and sampler is {sampler!r:.200}; expected "
+            f"sampler_config only with a sampler's name. Set the options in the object, or pass the name {name!r}",
             field="sampler_config",
         )
     options: dict[str, Any] = {}
@@ -515,7 +517,7 @@ def held_samples(metadata: BatchMeta) -> pb.HeldSamples:
 
 
 def check_ack(metadata: BatchMeta | None, *, fenced: bool) -> None:
-    """Raise InvalidArgumentError unless a put with `ack` is fenced and writes to samples of a single leased claim."""
+    """Raise InvalidArgumentError unless a put with `ack` is fenced and targets samples of a single leased claim."""
     if metadata is None:
         raise InvalidArgumentError(
             "ack is True, but the put targets a partition; expected samples of a leased claim. Pass the batch "
@@ -567,7 +569,7 @@ def row_lengths(name: str, values: Iterable[int], row_count: int) -> list[int]:
         )
     for place, length in enumerate(lengths):
         if not isinstance(length, int) or isinstance(length, bool) or length < 0:
-            raise InvalidArgumentError(f"{name}[{place}] is {length!r:.200}, expected a length >= 0", field=name)
+            raise InvalidArgumentError(f"{name}[{place}] is {length!r:.200}; expected an integer >= 0", field=name)
     return lengths
 
 
@@ -593,9 +595,9 @@ def changed_samples(
 ) -> Changed | None:
     """Build a request to clear samples, fail samples or clear fields. Return None if no samples are selected.
 
-    `others` contains additional fields of the request.
+    `others` sets additional fields of the request.
 
-    If samples are selected by name, even by an empty list, `where` and `task_name` only narrow the selection.
+    If the caller names samples, even with an empty list, `where` and `task_name` only narrow the selection.
     """
     metadata = metadata_of(target)
     if metadata is not None:
@@ -662,7 +664,7 @@ def _struct(name: str, mapping: Mapping[str, Any]) -> Struct:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy and torch scalars to Python scalars, and tuples and arrays to lists, recursively."""
+    """Recursively convert numpy and torch scalars to Python scalars, and convert tuples and arrays to lists."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -671,10 +673,10 @@ def _plain(value: Any) -> Any:
 
 
 class PlacementGrant:
-    """Permission to send puts to certain storage services in rotation, with limits on bytes and time.
+    """Permission to send a limited number of bytes to certain storage services in rotation, for a limited time.
 
-    The grant ends early if one of the services fails, so that a lost or full service is not used again. Concurrent
-    calls may share a grant. The bytes of concurrent calls are counted with a small delay.
+    The grant ends early if one of the services fails, so that no more puts are sent to a lost or full service.
+    Concurrent calls may share a grant. The bytes of concurrent calls are counted with a small delay.
     """
 
     def __init__(self) -> None:
@@ -720,16 +722,16 @@ class Write:
         key_column: keys in the form used by `BatchMeta`, or () if no keys are passed.
         group_column: groups in the form used by `BatchMeta`, or () if no groups are passed.
         rollout_column: rollouts in the form used by `BatchMeta`, or () if no rollouts are passed.
-        meta_columns: custom_meta in the form used by `BatchMeta`, or () if no custom_meta is passed.
+        meta_columns: custom_meta columns in the form that `BatchMeta` uses, or () if the call passes no custom_meta.
         key_mode: whether keys must exist, must be new, or may be either.
         group_size: number of members in a complete group.
         ends_rollouts: whether to close the rollouts of the samples.
         state: new state of the samples.
-        fenced: whether to reject the write if the samples come from a leased claim and the worker no longer holds the
-            lease.
+        fenced: whether to reject the write if the samples come from a leased claim whose lease the worker no longer
+            holds.
         ack: whether to acknowledge the samples atomically with the write.
         append_at: for an append, the previous lengths of the cells, or () if cells are replaced.
-        of_groups: whether rows belong to groups rather than to samples.
+        of_groups: whether each row belongs to a group rather than to a sample.
     """
 
     partition_id: str
@@ -750,7 +752,7 @@ class Write:
 
     @property
     def claim(self) -> metadata_pb2.LeasedClaim | None:
-        """The leased claim that the service checks before the write, or None if the write is not checked."""
+        """The claim whose lease the service checks before the write, or None if the service checks no lease."""
         return self.metadata.leased_claim if self.metadata is not None and self.fenced else None
 
 
@@ -825,7 +827,7 @@ def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.
 
 
 def _names_of(columns: Sequence[Sequence[str]]) -> Sequence[str]:
-    """Concatenate the names of several writes. The names of a single write are not copied."""
+    """Concatenate the names of several writes. If there is only one write, its names are returned without a copy."""
     return columns[0] if len(columns) == 1 else list(chain.from_iterable(columns))
 
 
@@ -833,9 +835,9 @@ def written_meta(answered: BatchMeta, known: BatchMeta | None, write: Write, ind
     """Return the metadata of the written samples.
 
     Args:
-        answered: the metadata in the response. It contains the partition, its incarnation and the fields of the put,
-            but not the written keys, groups, rollouts and custom_meta.
-        known: all metadata of the samples, as returned by the service, or None if not requested.
+        answered: metadata in the response to the write. It contains the partition, its incarnation and the fields of
+            the put, but not the written keys, groups, rollouts and custom_meta.
+        known: the samples' complete metadata, as returned by the service, or None if it was not requested.
         write: the write that was sent.
         indexes: global indexes of the samples.
     """
@@ -867,7 +869,7 @@ def _given_names(name: str, names: GroupColumn | None) -> list[Any] | None:
 
 
 def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None:
-    """Raise InvalidArgumentError if names are missing, there are too many names, or a name is not a string."""
+    """Raise InvalidArgumentError if there are too few or too many names, or a name is not a string."""
     if names is None:
         return
     check_named_rows(name, len(names))
@@ -904,7 +906,7 @@ def meta_columns_of(custom_meta: MetaGiven, row_count: int | None) -> tuple[list
             )
     if count is not None and row_count is not None and count != row_count:
         raise InvalidArgumentError(
-            f"custom_meta is for {count} samples, expected {row_count}; provide one mapping per sample, or columns "
+            f"custom_meta covers {count} sample(s), expected {row_count}; provide one mapping per sample, or columns "
             f"with one value per sample",
             field="custom_meta",
         )

@@ -1,4 +1,4 @@
-"""Slices of the rows to fetch: call arguments, requests to storage services, and processing in the client.
+"""Defines slices of rows, describes them in requests to storage services, and completes the fetched slices.
 
 Storage services slice the rows. The client adds fill values to make the shares of all ranks equally long, and adds
 columns with the positions of the items.
@@ -25,7 +25,7 @@ RowRange: TypeAlias = tuple[int | None, int | None] | slice
 """A range with a start and a stop, as in a Python slice. Steps are not supported."""
 
 CpLayout: TypeAlias = Literal["contiguous", "zigzag"]
-"""How a row is split among context-parallel ranks: one chunk per rank, or two chunks from opposite ends of the row."""
+"""How a row is split among context-parallel ranks: each rank gets one chunk, or two chunks from opposite ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ class RowSlice:
             chunks of equal length. The last chunks may be shorter or empty.
         chunk_count: number of chunks per row, used with `chunks`.
         align: chunk lengths are rounded up to a multiple of this number.
-        layers: `(start, stop)` in the second dimension, whose size must be the same in all rows.
-        fill: value that fills up short chunks, so that the shares of all ranks are equally long. Requires `chunks`. If
-            None, chunks are not filled.
+        layers: range `(start, stop)` in the second dimension. This dimension must have the same size in all rows.
+        fill: value that pads short chunks, so that all ranks get shares of equal length. Requires `chunks`. If None,
+            chunks are not padded.
         positions: name of an additional int64 column that contains the position of each fetched or filled item in its
-            row. If empty, no such column is added.
+            row. If the name is empty, no such column is added.
 
     Raises:
         InvalidArgumentError: the arguments contradict each other.
@@ -112,7 +112,7 @@ class RowSlice:
 
 
 SliceGiven: TypeAlias = RowSlice | RowRange | Sequence[Any] | Any
-"""A slice of a field: a `RowSlice`, a `(start, stop)` or Python slice for all rows, or a list as in `by_row`."""
+"""A slice of a field: a `RowSlice`, a `(start, stop)` pair or a slice for all rows, or a list as in `by_row`."""
 
 
 def _wrong(got: str, expected: str) -> InvalidArgumentError:
@@ -124,9 +124,9 @@ class Slices:
     """The slices requested by one call.
 
     Attributes:
-        given: a dict that maps fields to the slices passed to the call.
-        cuts: a dict that maps fields to the slices in the form sent to storage services. Fields with the same
-            `RowSlice` share a cut.
+        given: the slices passed to the call, keyed by field.
+        cuts: the slices in the form sent to storage services, keyed by field. Fields with the same `RowSlice` share a
+            cut.
     """
 
     given: Mapping[str, RowSlice]
@@ -134,10 +134,10 @@ class Slices:
 
     @classmethod
     def of(cls, slices: Mapping[str, SliceGiven] | None, row_count: int) -> Slices | None:
-        """Convert a call's `slices` argument for `row_count` rows. Return None if it contains no slices.
+        """Convert the `slices` argument of a call that reads `row_count` rows. Return None if there are no slices.
 
         Raises:
-            InvalidArgumentError: a value is not a slice, or has ranges for a different number of rows.
+            InvalidArgumentError: a value is not a slice, or specifies ranges for a different number of rows.
         """
         if not slices:
             return None
@@ -152,7 +152,7 @@ class Slices:
 
     @property
     def is_by_row(self) -> bool:
-        """Whether ranges are set per row. If so, a repeated sample may have two different slices."""
+        """Whether ranges are set per row. If so, a sample that is requested twice can have two different slices."""
         return any(cut.range_counts.size for cut in self.cuts.values())
 
     def with_heads(self, lengths: Mapping[str, int]) -> Slices:
@@ -173,7 +173,7 @@ class Slices:
         for name, each in self.given.items():
             if name not in wanted:
                 raise InvalidArgumentError(
-                    f"slices has field {name!r}, which is not fetched; expected some of {', '.join(map(repr, wanted))}",
+                    f"slices has field {name!r}, which is not fetched; expected any of {', '.join(map(repr, wanted))}",
                     field="slices",
                     metadata={"field_name": name},
                 )
@@ -204,7 +204,7 @@ class Slices:
         return replace(spec, row_shape=shape)
 
     def position_specs(self, specs: Sequence[FieldSpec]) -> list[FieldSpec]:
-        """Return the specs of the position columns of sliced fields."""
+        """Return the specs of the sliced fields' position columns."""
         found: dict[str, FieldSpec] = {}
         for spec in specs:
             name = self.given[spec.name].positions if spec.name in self.given else ""
@@ -213,7 +213,7 @@ class Slices:
         return list(found.values())
 
     def finish(self, received: Sequence[Received]) -> list[Received]:
-        """Add fill values to the rows of the columns, and add the position columns.
+        """Pad the columns' rows with fill values, and add the position columns.
 
         Raises:
             FieldMismatchError: two fields share one position column, but their slices have different positions.
@@ -285,15 +285,15 @@ def _are_alike(one: Received, other: Received) -> bool:
 
 
 def _filled_up(column: ColumnShape, values: Bytes, lengths: Indexes, fill: Any) -> Received:
-    """Extend a column's rows in the first dimension to `lengths`, an array of shape `(n,)`."""
+    """Extend each row of a column in its first dimension to its entry in `lengths`, an array of shape `(n,)`."""
     shape = list(column.spec.row_shape or ())
     pattern = fill_pattern(column.spec, fill)
     if column.extents is None:
         shape[0] = int(lengths[0]) if lengths.size else 0
     elif column.spec.ragged_dims != (0,):
         raise InvalidArgumentError(
-            f"slices sets fill for field {column.spec.name!r}, which is {column.spec.describe()}; expected rows that "
-            "differ only in their first dimension. Omit fill",
+            f"slices sets a fill value for field {column.spec.name!r}, which is {column.spec.describe()}; expected a "
+            "field whose rows differ only in their first dimension. Omit fill",
             field="slices",
             metadata={"field_name": column.spec.name},
         )

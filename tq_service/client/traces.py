@@ -19,9 +19,10 @@ _ATTRIBUTES: Final = ("partition_id", "task_name", "dp_rank", "batch_index")
 def trace() -> None:
     """Trace the clients in this process. Each call creates a span, which is the parent of the service's spans.
 
-    The trace context is sent in the call metadata, as W3C traceparent unless OTEL_PROPAGATORS is set. The spans are
-    exported by the program's tracer provider. To configure a provider, use a tool such as `opentelemetry-instrument`
-    and its OTEL_* variables. Without a provider, no spans are created. Calling `trace` again has no effect.
+    The trace context is sent in the call metadata. It has the W3C traceparent format unless OTEL_PROPAGATORS is set.
+    The spans are exported by the program's tracer provider. To configure a provider, use a tool such as
+    `opentelemetry-instrument` and its OTEL_* variables. Without a provider, no spans are created. Calling `trace` again
+    has no effect.
 
     Raises:
         InvalidArgumentError: opentelemetry-api is not installed.

@@ -137,7 +137,7 @@ _LONGEST_TRY_SECONDS: Final = 1e9  # gRPC treats a deadline that overflows 64 bi
 LONGEST_PAUSE_SECONDS: Final = 0.5
 _REFUSED_SECONDS: Final = 10.0
 LONGEST_CLUSTER_PAUSE_SECONDS: Final = 0.2
-"""This pause is shorter than that for a single controller, because finding the leader may take up to three attempts."""
+"""This limit is lower than for a single controller, because finding the leader may take up to three attempts."""
 
 _GRPC_MESSAGE: Final = "grpc_message"
 _FINDING: Final = "finding"
@@ -162,10 +162,11 @@ class Deadline:
 
 @dataclass(slots=True)
 class Backoff:
-    """Pauses between the attempts of one call, until its deadline. Pauses have jitter and double after each attempt.
+    """Pauses between the attempts of one call, up to the call's deadline.
 
-    If a controller names another controller as the leader, the next attempt follows without a pause. If that attempt
-    also fails, the back-off resumes, because both controllers may be wrong.
+    Pauses include random jitter, and double after each attempt. If a controller names another controller as the leader,
+    the call is retried without a pause. If that attempt also fails, the back-off resumes, because both controllers may
+    be wrong.
     """
 
     deadline: Deadline
@@ -240,7 +241,7 @@ def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> 
     Args:
         error: error raised by the call.
         address: address of the service.
-        finding: the diagnosis of the address by `Outage`, if available.
+        finding: `Outage`'s diagnosis of the address, if available.
     """
     status = status_from_trailers(error.trailing_metadata())
     failure = from_rpc_error(error.code(), error.details(), status)
@@ -267,7 +268,7 @@ class Outage:
         tls: TLS settings, or None for plaintext.
 
     Attributes:
-        finding: the problem found at the address if gRPC does not report that problem; otherwise None.
+        finding: problem that was found at the address but that gRPC itself does not report, or None.
     """
 
     def __init__(self, address: str, tls: Tls | None = None) -> None:
@@ -284,7 +285,7 @@ class Outage:
 
         Args:
             began: start time of the attempt, on the monotonic clock.
-            failure: the error of the attempt.
+            failure: the error with which the attempt failed.
             remaining_seconds: number of seconds left for retries of the call.
         """
         now = time.monotonic()
@@ -342,14 +343,14 @@ def warn_of_wait(reason: WaitReason) -> None:
 
 @dataclass(slots=True)
 class WaitReports:
-    """A schedule for reports about a wait, which begins when the object is created."""
+    """A schedule of reports on a wait. The wait begins when this object is created."""
 
     began_at: float = field(default_factory=time.monotonic)
     next_seconds: float = field(default_factory=lambda: _FIRST_REPORT_SECONDS)
 
     @property
     def waited_seconds(self) -> float:
-        """Number of seconds waited so far."""
+        """Number of seconds since the wait began."""
         return time.monotonic() - self.began_at
 
     def seconds_left(self) -> float:
@@ -361,17 +362,17 @@ class WaitReports:
         return self.seconds_left() <= seconds + _TOLERANCE_SECONDS
 
     def lasts_after(self, seconds: float) -> bool:
-        """Return whether, in `seconds` seconds, the wait will be long enough to be explained."""
+        """Return whether the wait will be long enough to be explained if it lasts another `seconds` seconds."""
         return self.waited_seconds + seconds >= _FIRST_REPORT_SECONDS - _TOLERANCE_SECONDS
 
     def made(self) -> None:
-        """Record that a report has just been made."""
+        """Schedule the next report after a report has been made."""
         self.next_seconds = self.waited_seconds + _NEXT_REPORT_SECONDS
 
 
 _MOST_VALUES: Final = 128  # examining and encoding this many values takes about as long as starting a thread
 HEAVY: Final = range(_MOST_VALUES)
-"""An input that makes `async_unless_light` always run the work in a thread."""
+"""An input that forces `async_unless_light` to run the work in a thread."""
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
 _BYTES_A_VALUE: Final = 4096  # copying this many bytes takes about as long as processing one value
 
@@ -407,7 +408,7 @@ def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
 async def async_unless_light(work: Callable[[], T], *inputs: Any) -> T:
     """Run `work` and return its result. Large inputs are processed in a thread to keep the event loop responsive.
 
-    The thread uses the caller's current device streams, which preserves the order of operations on device tensors.
+    The thread uses the caller's current device streams, so that operations on device tensors stay in order.
     """
     return work() if are_light(inputs) else await asyncio.to_thread(on_these_streams(work))
 
@@ -418,12 +419,12 @@ def unless_light(work: Callable[[], T], *_inputs: Any) -> T:
 
 
 def are_light(values: Iterable[Any]) -> bool:
-    """Return whether values are quick to process, estimated from a few of the values."""
+    """Examine a few of the values to estimate whether all of them can be processed quickly."""
     return _left_after(values, _MOST_VALUES) > 0
 
 
 def answer_weight(value_count: int, value_bytes: int) -> range:
-    """Return an input for `async_unless_light` that represents the cost of decoding these values and bytes."""
+    """Return an input for `async_unless_light` that represents the cost of decoding this many values and bytes."""
     is_ready = "tensordict" in sys.modules or not has_tensordict()
     return range(value_count + value_bytes // _BYTES_A_VALUE) if is_ready else HEAVY
 
@@ -437,14 +438,14 @@ def has_tensordict() -> bool:
 def import_tensordict() -> None:
     """Import the libraries that `get_data` uses.
 
-    Call this function before a lease or deadline starts, because the import takes several seconds.
+    These imports take several seconds, so call this function before a lease or deadline starts.
     """
     if has_tensordict():
         import tensordict  # noqa: F401, PLC0415  (optional, slow to import)
 
 
 def _left_after(values: Iterable[Any], left: int) -> int:
-    """Return how many more values may be examined after these values. 0 or less means none."""
+    """Return how many more values to examine at most after `values`. A result of 0 or less means none."""
     for value in values:
         if value is None:  # None is common, and costs nothing to process
             continue
@@ -481,7 +482,7 @@ def _copied_bytes(value: Any) -> int:
 
 
 def async_is_of_closing(error: BaseException) -> bool:
-    """Return whether grpc raised this error because the channel was closed, not because the caller was cancelled."""
+    """Return whether grpc raised this error because the channel was closed rather than the caller cancelled."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and not task.cancelling()
@@ -531,7 +532,7 @@ class AsyncSignal:
             self._waiter.set_result(None)
 
     async def wait_until(self, deadline: Deadline) -> None:
-        """Wait for the signal or the deadline. If the signal was set since the last wait, return immediately."""
+        """Wait for the signal or the deadline. If the signal has been set since the last wait, return immediately."""
         if not self._is_set:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -547,7 +548,7 @@ class Signal(threading.Event):
     """A signal that wakes the one thread waiting for it. A signal that is set before the wait is not lost."""
 
     def wait_until(self, deadline: Deadline) -> None:
-        """Wait for the signal or the deadline. If the signal was set since the last wait, return immediately."""
+        """Wait for the signal or the deadline. If the signal has been set since the last wait, return immediately."""
         self.wait(min(deadline.remaining(), threading.TIMEOUT_MAX))
         self.clear()
 
@@ -591,7 +592,7 @@ class _Calls:
 class UnaryCalls(_Calls):
     """Unary calls made from threads.
 
-    Each call is made separately, because a shared stream would need two additional threads (ADR 48).
+    The calls do not share a stream, because a stream would need two additional threads (ADR 48).
     """
 
     def make(self, kind: type[Response], request: bytes, deadline: Deadline) -> Response:
@@ -611,8 +612,9 @@ class UnaryCalls(_Calls):
 class AsyncUnaryCalls(_Calls):
     """Unary calls made in an event loop.
 
-    Concurrent batchable calls share a stream, which reduces the cost for the client and the service by a third. A
-    single call is made separately. If the service rejects streams, all calls are made separately.
+    Concurrent batchable calls share a stream, which reduces the cost for the client and the service by a third. A call
+    that is not concurrent with others is made separately. If the service rejects streams, all calls are made
+    separately.
     """
 
     def __init__(self, channel: Any, token: Callable[[], Metadata | None]) -> None:
@@ -722,7 +724,7 @@ _async_process_id: int | None = None
 
 
 def async_current_home() -> asyncio.AbstractEventLoop:
-    """Return the running event loop, which will own newly opened channels.
+    """Return the running event loop, to which newly opened channels will belong.
 
     Raises:
         PreconditionError: this process was forked from a process that used an asyncio client.
@@ -741,24 +743,27 @@ def async_current_home() -> asyncio.AbstractEventLoop:
 
 
 def current_home() -> int:
-    """Return the id of this process, which will own newly opened channels. Each forked child needs its own channels."""
+    """Return the id of this process, to which newly opened channels will belong.
+
+    Each forked child needs its own channels.
+    """
     return os.getpid()
 
 
 def async_is_over(home: asyncio.AbstractEventLoop) -> bool:
-    """Return whether an event loop is closed and its channels can be dropped."""
+    """Return whether an event loop is closed, so that its channels can be dropped."""
     return home.is_closed()
 
 
 def is_over(home: int) -> bool:
-    """Return whether channels belong to a parent process and cannot be used in this process."""
+    """Return whether the channels belong to a parent process and are therefore unusable in this process."""
     return home != os.getpid()
 
 
 def async_leave(
     home: asyncio.AbstractEventLoop, endpoints: Mapping[Any, Any], close: Callable[[], Awaitable[None]]
 ) -> None:
-    """Close another event loop's channels, either in that loop or, if the loop is not running, by garbage collection.
+    """Close another event loop's channels in that loop, or leave them to garbage collection if the loop is not running.
 
     This function does not wait for the other loop, because that loop may be waiting for the current one.
     """

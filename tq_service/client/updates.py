@@ -26,11 +26,11 @@ class PartitionUpdate:
         partition_id: name of the partition.
         incarnation: incarnation of the partition, as 16 random bytes. The value changes if the partition is cleared and
             created again.
-        cleared: whether to drop all known state of this incarnation, because the incarnation was cleared or will be
-            sent again in full. If True, no other attribute is set.
+        cleared: whether to drop all known state of this incarnation. This is the case if the incarnation was cleared or
+            will be sent again in full. If True, no other attribute is set.
         summary: summary of the partition, or None if the summary has not changed since the previous update.
-        samples: samples that were inserted or written to, or None if there are none. As returned by `lookup_samples`,
-            they have keys, groups, all custom_meta, `fields` and `produced`. To read the data, pass the batch to
+        samples: samples that were inserted or written to, or None if there are none. As with `lookup_samples`, they
+            include keys, groups, all custom_meta, `fields` and `produced`. To read the data, pass the batch to
             `get_data`.
         cleared_indexes: global indexes of the removed samples, as an array of shape `(n,)`.
         cleared_keys: `n` keys of the removed samples, with None for a sample without a key. Empty if no removed sample
@@ -49,7 +49,7 @@ class PartitionUpdate:
 
     @classmethod
     def from_proto(cls, message: pb.PartitionChange, namespace: Namespace) -> PartitionUpdate:
-        """Return the update contained in a message."""
+        """Decode an update from its message."""
         name, ranges = namespace.own_name(message.partition_id), message.cleared_samples.index_ranges
         summary = read_message(PartitionSummary, message.summary, partition_id=name)
         return read_message(
@@ -68,12 +68,13 @@ class WatchUpdate:
     """An update returned by a watch.
 
     Attributes:
-        partitions: changed partitions; apply the changes in this order. Empty in a periodic update without changes.
+        partitions: changed partitions; apply the changes in this order. Empty if this is a periodic update without
+            changes.
         revision: revision from which a watch can resume. All changes up to this revision have been yielded. None if
             more parts of this update follow.
         is_reset: whether to drop all known state before applying the update. This update and the following updates, up
-            to the next one with a revision, together form the complete state. The attribute is True for the first
-            update of a watch without a start revision, and after missed changes.
+            to the next one with a revision, together form the complete state. The attribute is True for a watch's first
+            update if the watch has no start revision, and for the update that follows missed changes.
     """
 
     partitions: tuple[PartitionUpdate, ...]
@@ -82,7 +83,7 @@ class WatchUpdate:
 
     @classmethod
     def from_proto(cls, message: pb.WatchResponse, namespace: Namespace, *, is_reset: bool) -> WatchUpdate:
-        """Return the update contained in a message."""
+        """Decode an update from its message."""
         return cls(
             partitions=tuple(PartitionUpdate.from_proto(each, namespace) for each in message.partitions),
             revision=read_message(Revision, message.revision) if message.HasField("revision") else None,

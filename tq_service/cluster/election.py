@@ -36,7 +36,7 @@ def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
 
     Args:
         etcd: connection to etcd.
-        keys: etcd keys of the controller cluster.
+        keys: keys that the controller cluster uses in etcd.
         proposed: id in this controller's data directory. The proposed id becomes the shared id if etcd contains no id
             yet, or has lost all data.
 
@@ -86,7 +86,7 @@ class Lease:
 
     Attributes:
         id: id that etcd assigned to the lease.
-        epoch: epoch of this controller's leadership, checked by each write to the log, or 0 before the election.
+        epoch: epoch of this controller's leadership, which each write to the log checks, or 0 before the election.
         is_over: whether the lease has expired or has been closed.
         held_until: monotonic time until which the lease cannot expire, extended by each response from etcd.
 
@@ -111,7 +111,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the lease is certainly still valid. The monotonic clock keeps running while the process is paused."""
+        """Whether the lease cannot have expired yet. The monotonic clock keeps running while the process is paused."""
         return time.monotonic() < self.held_until
 
     def _keep_alive(self) -> None:
@@ -138,7 +138,7 @@ class Lease:
             pause = interval
 
     def close(self) -> None:
-        """Revoke the lease and delete its keys, so that another controller can lead before the lease expires."""
+        """Revoke the lease and delete its keys, so that another controller can take over before the lease expires."""
         self._closed.set()
         self.held_until, self.is_over = 0.0, True
         if threading.current_thread() is not self._thread:
@@ -152,7 +152,7 @@ class Election:
 
     Args:
         etcd: connection to etcd.
-        keys: etcd keys of the controller cluster.
+        keys: keys that the controller cluster uses in etcd.
         member_id: id of this controller.
         address: address at which clients reach this controller.
     """
@@ -215,7 +215,7 @@ class Election:
         self._etcd.ask(pb.EtcdTxnRequest(success=[write]), seconds=0.0)
 
     def published(self, end_number: int) -> list[ControllerStatus]:
-        """Return the status of all other live controllers, with their lag behind record `end_number`. Blocks.
+        """Return the status of every other live controller, including its lag behind record `end_number`. Blocks.
 
         Raises:
             JournalUnreachableError: etcd does not respond.

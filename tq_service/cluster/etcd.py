@@ -99,7 +99,7 @@ class ClusterKeys:
 
 _log = logging.getLogger(__name__)
 TRY_SECONDS: Final = 1.0
-"""Time to wait for a member's response before the next member is tried."""
+"""Time to wait for a member's response before trying the next member."""
 _PAUSE_SECONDS: Final = 0.05
 _OPTIONS: Final = (*CONNECTION_OPTIONS, ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 # Status codes after which a retry may succeed, possibly at another member. A member without a leader returns
@@ -134,7 +134,7 @@ class Etcd:
         members: addresses of the members in the form "host:port".
         tls: TLS settings. None for plaintext.
         user: name of an etcd user, or None to connect without authentication.
-        password_file: path of the file that contains the user's password, which is read for each token request.
+        password_file: path of the file that contains the user's password. The file is read for each token request.
 
     Raises:
         InvalidArgumentError: a file in the settings cannot be read.
@@ -172,7 +172,7 @@ class Etcd:
         return self.members[self._at % len(self.members)]
 
     def _next_member(self, failed: str) -> None:
-        """Switch to the next member unless another thread has already switched.
+        """Switch from a failed member to the next one, unless another thread has already done so.
 
         Reopen channels if certificates have changed.
         """
@@ -215,7 +215,7 @@ class Etcd:
         """Send a request to the current member and return the response.
 
         Raises:
-            JournalUnreachableError: the member did not respond. The call may or may not have taken effect, and the next
+            JournalUnreachableError: the member did not respond. It is unknown whether the call took effect. The next
                 call is sent to the next member.
             InvalidArgumentError: etcd rejected the call permanently.
         """
@@ -261,7 +261,7 @@ class Etcd:
             time.sleep(_PAUSE_SECONDS)
 
     def get(self, key: bytes, seconds: float = 10.0) -> pb.EtcdKeyValue | None:
-        """Return the entry of a key, or None if the key does not exist."""
+        """Return the entry for a key, or None if the key does not exist."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=key), seconds)
         return answer.kvs[0] if answer.kvs else None
 
@@ -279,7 +279,7 @@ class Etcd:
 
 
 def after(prefix: bytes) -> bytes:
-    """Return the exclusive upper bound of all keys with a prefix."""
+    """Return the exclusive upper bound of the keys that begin with a prefix."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 

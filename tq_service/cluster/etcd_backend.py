@@ -1,7 +1,7 @@
 """The log of a controller cluster, stored in etcd. The log survives the loss of any host and has a single writer.
 
-Each write is a transaction that compares the leader key and the end of the log. Therefore, a superseded controller that
-still considers itself the leader cannot write. The lease determines which controller tries to write, and the
+Each write is a transaction that first checks the leader key and the end of the log. Therefore, a superseded controller
+that still considers itself the leader cannot write. The lease determines which controller tries to write, and the
 transaction determines whether the write succeeds. If the response to a write is lost, the end of the log shows whether
 the write succeeded.
 
@@ -65,8 +65,8 @@ class Batch:
     """A batch of consecutive records. An empty batch marks a new leader or a rotation, and consumes one record number.
 
     Attributes:
-        before: end of the log before the batch.
-        after: end of the log after the batch.
+        before: position at which the log ends before the batch is appended.
+        after: position at which the log ends after the batch has been appended.
         body: packed records.
     """
 
@@ -85,7 +85,7 @@ class Batch:
 
         Raises:
             NewerVersionError: the chunks have an unknown format.
-            JournalDamagedError: the chunks are not those that were written for this batch.
+            JournalDamagedError: the chunks do not match the batch that was written.
         """
         header, body = _header_of(first, pieces[0]), b"".join(pieces)[_HEADER.size :]
         if header.first != first or len(body) != header.body_bytes:
@@ -157,10 +157,10 @@ class EtcdBackend:
 
     Args:
         etcd: connection to etcd, closed by the caller.
-        keys: etcd keys of the controller cluster.
+        keys: keys that the controller cluster uses in etcd.
         member_id: id of this controller.
-        directory: directory of the file that stores the last position seen by this controller.
-        accept_loss: whether to continue if etcd has lost records; if false, `read` raises an error.
+        directory: directory that contains the file with the last position seen by this controller.
+        accept_loss: whether to continue even if etcd has lost records. If false, `read` raises an error in that case.
 
     Attributes:
         leadership: lease under which this controller leads, or None on a standby.
@@ -191,12 +191,12 @@ class EtcdBackend:
     # Reading, from any thread
 
     def end(self) -> Position:
-        """Read the end of the log from etcd."""
+        """Read the position of the log's end from etcd."""
         found = self._etcd.get(self._keys.last)
         return BEGINNING if found is None else Position.decode(found.value)
 
     def first_key(self, number: int) -> int:
-        """Return the number of the first record in the batch that contains record `number`, or 0 if there is none."""
+        """Return the number of the first record in the batch that contains record `number`, or 0 if no batch does."""
         request = pb.EtcdRangeRequest(
             key=self._keys.log,
             range_end=self._keys.batches_from(number + 1),
@@ -211,7 +211,7 @@ class EtcdBackend:
         """Yield the batches up to the position `end`, starting with the batch that contains record `number`.
 
         Raises:
-            PreconditionError: the record has been truncated.
+            PreconditionError: the log has been truncated and no longer contains the record.
             JournalDamagedError: a batch is missing or has been altered since it was written.
         """
         number = max(number, 1)
@@ -264,7 +264,7 @@ class EtcdBackend:
         return self._end.number or max(self._seen.number, self._followed_from - 1)
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records starting at the rotation `number`, or all records if `number` is 0.
+        """Yield the records from rotation `number` onward, or all records if `number` is 0.
 
         Raises:
             PreconditionError: some of these records have been truncated, so the caller must start from a snapshot.
@@ -291,7 +291,7 @@ class EtcdBackend:
         self._end = end
 
     def has_lost(self, number: int, end: Position | None = None) -> bool:
-        """Return whether the log must continue from this controller's snapshot because etcd has lost records. Blocks.
+        """Return whether etcd has lost records, so that the log must continue from this controller's snapshot. Blocks.
 
         Args:
             number: number of this controller's newest snapshot.
@@ -333,7 +333,7 @@ class EtcdBackend:
 
         Raises:
             PreconditionError: some of these records have been truncated, so the caller must start from a snapshot.
-            JournalDamagedError: the log in etcd has become shorter.
+            JournalDamagedError: the log in etcd is shorter than before.
         """
         self._followed_from = number
         seen = 0
@@ -361,7 +361,7 @@ class EtcdBackend:
                 await asyncio.sleep(_LOOK_SECONDS)
 
     def _next_batches(self, number: int) -> tuple[Position, list[Batch]]:
-        """Return the end of the log and a limited number of the next batches. Blocks, so it must run in a thread."""
+        """Return the end of the log, and the next batches up to a limit. Blocks, so it must run in a thread."""
         end = self.end()
         return end, list(islice(self.batches(number, end), _BATCHES_A_READ))
 
@@ -372,8 +372,8 @@ class EtcdBackend:
 
         Raises:
             JournalUnreachableError: etcd does not respond. A retry determines whether the batch was written.
-            SupersededError: another controller leads, so this controller can no longer write to the log. The batch may
-                or may not have been written.
+            SupersededError: another controller leads, so this controller can no longer write to the log. It is unknown
+                whether the batch was written.
             InvalidArgumentError: etcd rejected the batch permanently.
         """
         batch = self._attempt or Batch.of(self._end, self._led_epoch, records)
@@ -437,7 +437,10 @@ class EtcdBackend:
             writer.file.write((self._seen if self.leadership is None else self._end).encode())
 
     def truncate_before(self, number: int) -> None:
-        """Publish the first record that this controller needs. The leader also deletes obsolete records."""
+        """Publish the number of the first record that this controller needs.
+
+        The leader also deletes obsolete records.
+        """
         key = self._keys.snapshots + self._member_id.encode()
         self._etcd.ask(pb.EtcdTxnRequest(success=[put(key, b"%d" % number)]))
         if self.leadership is None:

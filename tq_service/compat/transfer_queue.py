@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 SITE: Final = Path(__file__).parent / "site"
-"""The directory to put on PYTHONPATH, which contains only the `transfer_queue` package."""
+"""The directory to put on PYTHONPATH. It contains only the `transfer_queue` package."""
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ ProcessBatch = Callable[..., Iterable[Item]]
 
 
 class ItemOptions(Generic[Item]):
-    """Base class of dataset options that determine the item type; it lets type checkers infer that type."""
+    """Base class of dataset options from which type checkers infer the item type."""
 
     __slots__ = ()
 
@@ -56,7 +56,7 @@ class JaggedColumn:
 
 
 FlatColumn = torch.Tensor | JaggedColumn | list[Any]
-"""A tensor of n rows of equal shape, a jagged column, or a list for objects and rows of any other shapes."""
+"""A tensor of n rows of equal shape, a jagged column, or a list of objects or of rows with any other shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class FlatBatch:
     columns: Mapping[FieldKey, FlatColumn]
 
     def parts(self) -> list[torch.Tensor | list[Any]]:
-        """Return the tensors of all columns, including offsets, and the row lists of object columns."""
+        """Return the tensors of all columns, including offsets. For object columns, return the lists of rows."""
         columns = self.columns.values()
         patterns = dict.fromkeys(column.pattern for column in columns if isinstance(column, JaggedColumn))
         values = (column.values if isinstance(column, JaggedColumn) else column for column in columns)
@@ -82,11 +82,11 @@ class FlatBatch:
         ]
 
     def replacing(self, kind: type, other: Callable[[Any], Any]) -> FlatBatch:
-        """Return a copy of the batch in which tensors, or placeholders for tensors, are replaced.
+        """Return a copy of the batch with all tensors, or all placeholders for tensors, replaced.
 
         Args:
             kind: type of the tensors or placeholders to replace.
-            other: function that returns the replacement for a tensor or placeholder.
+            other: function that takes a tensor or placeholder and returns its replacement.
         """
         there: dict[RowPattern, RowPattern] = {}
 
@@ -155,7 +155,7 @@ def build(flat: FlatBatch) -> TensorDict:
 
 
 def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
-    """Convert a nested tensor to a column, reusing an equal pattern from `patterns` or appending a new one."""
+    """Convert a nested tensor to a column. If `patterns` contains no equal pattern, append a new one."""
     is_jagged = nested.layout is torch.jagged
     if is_jagged and nested.lengths() is None:
         dim = nested._ragged_idx - 1  # torch has no public attribute for this
@@ -182,7 +182,7 @@ def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
 
 
 def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
-    """Return an equal pattern from `patterns`, or append `pattern` and return it if there is none."""
+    """Return the pattern in `patterns` that equals `pattern`. If there is none, append and return `pattern`."""
     for each in patterns:
         if each.offsets.dtype == pattern.offsets.dtype and np.array_equal(each.bounds, pattern.bounds):
             return each
@@ -191,7 +191,7 @@ def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
 
 
 def object_bytes(value: Any) -> int:
-    """Return the total size of tensors, arrays, strings and PIL images in an object and its nested containers."""
+    """Return the total size of the tensors, arrays, strings and PIL images in a value, at any depth of nesting."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
@@ -250,7 +250,7 @@ def check_positions(row_count: int, positions: Positions) -> None:
 
 
 def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:
-    """Merge adjacent row ranges, and return at least one range, even if it is empty."""
+    """Merge adjacent row ranges. If no ranges are given, return one empty range."""
     if not starts.size:
         return [(0, 0)]
     begins = np.append(True, starts[1:] != stops[:-1])
@@ -283,8 +283,9 @@ def split_micro_batches(
     """Yield the micro-batches of a batch, each with the meta of its samples.
 
     The plan in `meta.steps` determines the micro-batches. Each pack of each step becomes one micro-batch, so all ranks
-    have the same number of micro-batches, some of which may be empty. The meta of each micro-batch has a single step
-    with a single pack. If the meta has no steps, the batch is split into micro-batches of `micro_batch_size` samples.
+    have the same number of micro-batches. Some micro-batches may be empty. The meta of each micro-batch has a single
+    step with a single pack. If the meta has no steps, the batch is split into micro-batches of `micro_batch_size`
+    samples.
 
     Args:
         data: the batch, with `meta.size` rows.
@@ -321,9 +322,10 @@ def micro_batch_count(meta: BatchMeta, micro_batch_size: int | None) -> int:
 
 
 def part_of(meta: BatchMeta, pack: Pack, step_index: int) -> BatchMeta:
-    """Return the meta of a pack's samples.
+    """Return a `BatchMeta` that contains only a pack's samples.
 
-    The returned meta has one step, which contains only this pack. Its totals are those of the pack's original step.
+    The returned meta has one step, which contains only this pack. The totals are those of the step to which the pack
+    originally belonged.
     """
     whole = replace(pack, positions=tuple(range(len(pack.positions))))
     # Drop the steps first. Selecting from all steps for every pack would take quadratic time.

@@ -68,7 +68,7 @@ _NONE_LEFT: Final = object()
 _MAY_CHANGE_WITH_RANKS: Final = {"dp_size", "batch_size", "micro_batch_size"}
 
 OpenRest = Callable[[BatchSource, int, StreamIdentity | None], BatchStream]
-"""Function that opens a stream of batches, given a source, the first batch_index and the expected identity or None."""
+"""Function that takes a source, the first batch_index and the expected identity or None, and opens a batch stream."""
 
 
 class StreamingDataset(IterableDataset[Item]):
@@ -91,8 +91,8 @@ class StreamingDataset(IterableDataset[Item]):
           └─────────────────┘
 
     After `reset()` or `step()`, active iterators continue at the new position. A batch counts as delivered when its
-    first micro-batch is yielded, and `batch_index` then advances to the next batch. To resume later, save `batch_index`
-    in a checkpoint and pass it as `start_batch_index`.
+    first micro-batch is yielded. `batch_index` then advances to the next batch. To resume later, save `batch_index` in
+    a checkpoint and pass it as `start_batch_index`.
 
     If the partition contains samples but the task receives none of them, all ranks raise `NothingDeliveredError` at the
     end of the partition. If only some samples were skipped, the dataset logs a warning with the counts and reasons at
@@ -112,14 +112,14 @@ class StreamingDataset(IterableDataset[Item]):
         data_fields: fields to fetch. A sample is ready when all of these fields are stored.
         partition_id: partition to consume. If the partition does not exist yet, the dataset waits for it.
         task_name: name of the consuming task. Each task consumes the partition independently.
-        dp_rank: DP rank of this process. All replicas of a rank must pass the same number and then receive the same
-            batches. If `dp_rank`, `dp_size` and `dp_group` are all None and torch.distributed is initialized, the rank
-            and size are taken from its world group. With a replica or context-parallel group, an error is raised
-            instead of using this default. Without torch.distributed, the default is 0.
+        dp_rank: DP rank of this process. All replicas of a rank must pass the same number, and they all receive the
+            same batches. If `dp_rank`, `dp_size` and `dp_group` are all None and torch.distributed is initialized, the
+            rank and size in torch.distributed's world group are used. With a replica or context-parallel group, this
+            default does not apply, and an error is raised instead. Without torch.distributed, the default is 0.
         dp_size: number of DP ranks. Defaults to the size of the world group in the case described for `dp_rank`, and to
             1 otherwise.
         dp_group: `DeviceMesh` or process group of the DP ranks, which determines `dp_rank` and `dp_size`. A mesh with
-            several dimensions, for example for hybrid sharding, is flattened.
+            several dimensions, such as a mesh for hybrid sharding, is flattened.
         replica_group: process group, or one-dimensional `DeviceMesh`, of the processes that share this DP rank. The
             first process fetches each batch and broadcasts it to the group. Without a group, each process fetches the
             batches itself. The broadcast is a collective that runs in the consumer's thread, so all processes must
@@ -173,16 +173,17 @@ class StreamingDataset(IterableDataset[Item]):
         version_lag: how many batches may be planned ahead of the published version of `policy`, regardless of
             prefetching. A lag of 0 means on-policy training. The trainer publishes a version after each batch
             (`Client.publish_version`). By default, the lag is unlimited.
-        first_version: version of `policy` that is trained on batch `start_batch_index`; used only with `version_lag`.
+        first_version: version that `policy` has when it is trained on batch `start_batch_index`. Used only with
+            `version_lag`.
         policy: name of the policy that is being trained.
         replay_buffer_bytes: maximum total size of the batches kept in memory for `reset()`, from the first batch
             onward. Only tensors, arrays, strings and images are counted. With 0, no batches are kept, so all batches
             are fetched again after `reset()`.
-        max_wait: seconds that a single call waits for a batch before the call is repeated. Values above 10 have no
+        max_wait: number of seconds that a call waits for a batch. The call is then repeated. Values above 10 have no
             additional effect.
         timeout: seconds that a call may take beyond `max_wait`, including retries. Outages up to this long are
             tolerated.
-        client_factory: function called with `address` to open the sync client in place of `Client(address, ...)`. This
+        client_factory: function called with `address` to open the sync client. It replaces `Client(address, ...)`. This
             function must itself pass `token`, `tls`, `insecure` and `namespace` to the client.
         token: bearer token, or path of a token file, as in `Client(token=...)`. The token is also passed to worker
             processes.
@@ -368,7 +369,7 @@ class StreamingDataset(IterableDataset[Item]):
 
     @property
     def move_count(self) -> int:
-        """Number of times that `reset`, `step` or `load_state_dict` has moved the dataset."""
+        """Number of times that `reset`, `step` or `load_state_dict` has changed the dataset's position."""
         return self._moves
 
     @property
@@ -394,10 +395,10 @@ class StreamingDataset(IterableDataset[Item]):
         return InlineStream(source, batch_index, identity, self.step_timer.take_report)
 
     def iterate(self, open_stream: Callable[[StreamingDataset[Item]], BatchStream], split: Split) -> Iterator[Item]:
-        """Yield the micro-batches of the next batch and of all batches after it.
+        """Yield the micro-batches of the next batch and all later batches.
 
         Args:
-            open_stream: function that opens a stream of batches.
+            open_stream: function that takes this dataset and opens a stream of its batches.
             split: function that splits a batch if the stream has not already done so.
         """
         return timed(self._iterate(open_stream, split), self.step_timer)
@@ -444,7 +445,7 @@ class StreamingDataset(IterableDataset[Item]):
                 stream.close()
 
     def open_stream(self, open_rest: OpenRest, device: torch.device | None = None) -> BatchStream:
-        """Return a stream of the buffered batches from the next batch onward, followed by fetched batches.
+        """Return a stream that yields the buffered batches, starting at the next batch, and then fetched batches.
 
         Args:
             open_rest: function that opens the stream of fetched batches.
@@ -472,7 +473,7 @@ class StreamingDataset(IterableDataset[Item]):
         return self._replicas is None and self._follows_plan
 
     def may_upload_ahead(self, device: torch.device) -> bool:
-        """Return whether batches may be uploaded before they are read.
+        """Return whether batches may be uploaded to the device before they are read.
 
         With a replica group, early uploads are possible only if the replicas send batches directly from this device.
         """
@@ -536,7 +537,7 @@ class StreamingDataset(IterableDataset[Item]):
             _log.warning("%s", warning)
 
     def _deliver(self, index: int, micro_batches: Iterator[Any], count: int | None) -> Iterator[Any]:
-        """Yield the micro-batches of a batch, except those delivered before the loaded state was saved.
+        """Yield a batch's micro-batches, skipping those delivered before the loaded state was saved.
 
         The batch counts as delivered when its first micro-batch is yielded. If splitting fails, the batch is not
         delivered.
@@ -561,10 +562,10 @@ class StreamingDataset(IterableDataset[Item]):
             self._delivered = (index + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last delivered micro-batch, as plain numbers and strings.
+        """Return the position after the last delivered micro-batch as a dict of plain numbers and strings.
 
         DP ranks and replicas that have delivered the same number of micro-batches return identical states. Batches that
-        were only prefetched are not included. A partly delivered batch is fetched and split again on resume.
+        were only prefetched are not included. On resume, a partly delivered batch is fetched and split again.
         `process_batch_fn` must therefore be deterministic, and the samples of a partly delivered batch must not be
         cleared until a later state is saved.
         """
@@ -585,16 +586,17 @@ class StreamingDataset(IterableDataset[Item]):
         """Resume after the last micro-batch that was delivered before the state was saved.
 
         All ranks must load the same state. If `dp_size` differs from the saved value, the ranks restart after the last
-        complete batch (`Client.restart_ranks`), and batch sizes may also change. The service plans new batches when the
-        first rank restarts. Without a restart, the ranks receive the same batches as before.
+        complete batch (`Client.restart_ranks`). In that case, batch sizes may also differ from the saved values. The
+        service plans new batches when the first rank restarts. Without a restart, the ranks receive the same batches as
+        before.
 
         If the partition was cleared or the task reset after the state was saved, the next batch raises
         `StaleIncarnationError` or `StaleEpochError`.
 
         Args:
             state_dict: a state returned by `state_dict()`.
-            restart: whether to restart the ranks even if `dp_size` is unchanged. If the task has a `max_staleness` and
-                training continued after the state was saved, a restart is required.
+            restart: whether to restart the ranks even if `dp_size` is unchanged. If the task has a `max_staleness`, a
+                restart is required once training has continued past the saved state.
 
         Raises:
             InvalidArgumentError: the state is malformed, or was saved with a different task or batch size.
@@ -661,7 +663,7 @@ class StreamingDataset(IterableDataset[Item]):
         return int(restarted.epoch)
 
     def _state_must_fit(self) -> dict[str, Any]:
-        """Return the arguments that determine a state's position, and must match when the state is loaded."""
+        """Return the arguments that determine a state's position. They must match when the state is loaded."""
         names = ("task_name", "dp_size", "batch_size", "batch_unit", "micro_batch_size")
         return {name: getattr(self._source.request, name) for name in names}
 
@@ -759,13 +761,13 @@ def _require_agreement(pack: PackOptions, options: Mapping[str, Any]) -> None:
 
 
 class ReplayBuffer:
-    """A buffer that keeps batches in memory for replay, starting with the first batch, until a batch does not fit.
+    """A buffer that keeps the first batches in memory for replay, up to the first batch that does not fit.
 
     Because a replay starts with the first batch, a buffer of the latest batches would drop each batch just before it is
     replayed. Batches beyond the limit are fetched again, and the service returns the same batches to the same ranks.
 
     Args:
-        max_bytes: maximum total `FetchedBatch.size_bytes` of the kept batches. With 0, no batches are kept.
+        max_bytes: maximum sum of `FetchedBatch.size_bytes` over the kept batches. With 0, no batches are kept.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -773,12 +775,12 @@ class ReplayBuffer:
         self._max_bytes = self._left_bytes = max_bytes
 
     def following(self, batch_index: int) -> list[FetchedBatch]:
-        """Return the consecutive kept batches that start at `batch_index`."""
+        """Return the kept batches from `batch_index` up to the first missing batch."""
         indexes = itertools.takewhile(self._batches.__contains__, itertools.count(batch_index))
         return [self._batches[index] for index in indexes]
 
     def add(self, batch: FetchedBatch) -> None:
-        """Keep the batch if it and all earlier batches fit, because a replay stops at the first missing batch."""
+        """Keep the batch if it and all earlier batches fit. A replay stops at the first missing batch."""
         if not self._left_bytes or batch.index in self._batches:
             return
         size_bytes = batch.size_bytes
@@ -799,7 +801,7 @@ class ReplayBuffer:
 
 
 class ReplayStream:
-    """A stream of replayed batches, followed by the batches of another stream."""
+    """A stream that yields replayed batches first, and then the batches of another stream."""
 
     def __init__(self, kept: Sequence[FetchedBatch], rest: BatchStream) -> None:
         self._kept = deque(kept)
@@ -844,8 +846,8 @@ class StreamingDataLoader(Generic[Item]):
         dataset: the dataset to iterate over.
         num_workers: number of worker processes that fetch batches. With 0, a background thread fetches the batches.
         prefetch_factor: number of batches to prefetch per worker, or in total if there are no workers. 0 is valid only
-            without workers: batches are then fetched in the consumer's thread, as required if fetch_batch_fn takes part
-            in collectives.
+            without workers. Batches are then fetched in the consumer's thread, which is required if fetch_batch_fn
+            takes part in collectives.
         multiprocessing_context: how workers are started: "fork", "spawn", "forkserver" or a context. Defaults to
             forkserver, or to fork if fetch_batch_fn cannot be pickled. Each worker opens its own sync client. Forking
             is safe even if this process has open clients, provided that no thread is making a call when the workers
@@ -856,8 +858,8 @@ class StreamingDataLoader(Generic[Item]):
         persistent_workers: whether worker processes keep running between iterators.
         device: CUDA device, such as "cuda:0", for micro-batches and packs. Non-tensor data stays on the CPU. While a
             training step runs, the next batch is uploaded from pinned memory in a single copy and split on the device.
-            The consumer's current CUDA stream waits until the tensors it receives are uploaded. Prefetched batches and
-            the replay buffer occupy device memory. By default, batches stay on the CPU.
+            The consumer's current CUDA stream waits until the tensors that the consumer receives have been uploaded.
+            Prefetched batches and the replay buffer occupy device memory. By default, batches stay on the CPU.
         pin_memory: whether to copy micro-batches to pinned memory, for trainers that upload the data themselves.
             Ignored with `device`.
 
@@ -992,14 +994,15 @@ class StreamingDataLoader(Generic[Item]):
     def load_state_dict(self, state_dict: Mapping[str, Any], *, restart: bool = False) -> None:
         """Resume after the last micro-batch that was delivered before the state was saved.
 
-        The number of workers may have changed. See `StreamingDataset.load_state_dict`.
+        The number of workers can differ from the number when the state was saved. See
+        `StreamingDataset.load_state_dict`.
         """
         self.dataset.load_state_dict(state_dict, restart=restart)
 
     def close(self) -> None:
         """Stop fetching and shut down the background thread or worker processes. Idempotent.
 
-        A new iterator starts the thread or worker processes again. A warning is logged if prefetched batches were not
+        A new iterator restarts the thread or worker processes. A warning is logged if prefetched batches were not
         delivered, because the service counts their samples as consumed.
         """
         fetching, self._fetching = self._fetching, None
@@ -1015,9 +1018,9 @@ class StreamingDataLoader(Generic[Item]):
     def _warn_of_fetched_ahead(self, count: int) -> None:
         if count > 0:
             _log.warning(
-                "the loader of task %r of partition %r was closed with %s prefetched batches that were not delivered, "
-                "starting with batch %s. These batches count as consumed. A loader that resumes from this loader's "
-                "state receives them, but a loader that starts after reset_consumption(keep_consumed=True) does not",
+                "the loader of task %r of partition %r was closed before it delivered %s prefetched batches, starting "
+                "with batch %s. These batches count as consumed. A loader that resumes from this loader's state "
+                "receives them, but a loader that starts after reset_consumption(keep_consumed=True) does not",
                 self.dataset.source.request.task_name, self.dataset.partition_id, count, self.batch_index,
             )  # fmt: skip
 

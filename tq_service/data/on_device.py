@@ -68,7 +68,7 @@ def _parts_of(value: Any) -> list[torch.Tensor]:
 
 
 def upload_batch(flat: FlatBatch, device: torch.device) -> FlatBatch:
-    """Upload the tensors of a batch, and return the uploaded batch. The current stream waits for the uploads.
+    """Upload the tensors of a batch, and return the new batch. The device's current stream waits for the uploads.
 
     Object columns stay on the CPU unless all of their rows are tensors.
     """
@@ -126,7 +126,7 @@ class DeviceFeed:
         PINNED.tidy()
 
     def split(self, split: Split) -> Split:
-        """Return a function that uploads batches and splits them on the device, in the thread's current stream."""
+        """Return a function that uploads batches and splits them on the device, in the current stream of its caller."""
 
         def split_there(batch: FetchedBatch) -> Iterator[Any]:
             uploaded = self.upload(batch)
@@ -137,7 +137,7 @@ class DeviceFeed:
         return split_there
 
     def split_ahead(self, split: Split) -> Split:
-        """Return a function that splits batches into `ArrivingItem` objects in the feed's stream."""
+        """Return a function that uses the feed's stream to split batches into `ArrivingItem` objects."""
         split_there = self.split(split)
 
         def split_beside(batch: FetchedBatch) -> Iterator[Any]:
@@ -159,7 +159,7 @@ class DeviceFeed:
 
 
 class UploadingFetcher:
-    """A fetcher that wraps another fetcher and uploads its batches in the upload stream."""
+    """Wraps another fetcher, and uploads the fetched batches in the upload stream."""
 
     def __init__(self, fetcher: Fetcher, feed: DeviceFeed) -> None:
         self._fetcher = fetcher
@@ -167,7 +167,7 @@ class UploadingFetcher:
 
     @property
     def fetched_until(self) -> int:
-        """Index of the batch after the last fetched batch."""
+        """Index of the batch that follows the last fetched batch."""
         return self._fetcher.fetched_until
 
     def request(self, batch_index: int) -> None:
@@ -207,7 +207,7 @@ def _pinned_item(item: Any) -> Any:
 
 
 def _pinned_tensor(tensor: Any) -> torch.Tensor:
-    """Copy a tensor to torch's pinned memory, which torch does not reuse while uploads from it are running."""
+    """Copy a tensor to torch's pinned memory. Torch does not reuse this memory while uploads from it are running."""
     if not tensor.is_nested:
         pinned_copy: torch.Tensor = tensor.pin_memory()
         return pinned_copy

@@ -5,8 +5,8 @@
 Padding tokens form separate, short sequences. Attention cost is quadratic in the sequence length, so a single long
 padding sequence would cost as much as a long sample.
 
-On a context-parallel rank, the pack contains the rank's chunks of every sequence, concatenated in order. All ranks of
-the context-parallel group have packs of the same size with the same `cu_seqlens`.
+On a context-parallel rank, the pack contains the rank's chunks of every sequence, concatenated in order. A pack has the
+same size and the same `cu_seqlens` on all ranks of the context-parallel group.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PackOptions(ItemOptions["PackedMicroBatch"]):
 
     - `input_field`, `token_fields` and `position_ids`;
     - all other jagged fields;
-    - each dense field in which exactly one dimension equals the sample length, if all samples have the same length and
-      the input field is therefore dense.
+    - if the input field is dense because all samples have the same length, each dense field in which exactly one
+      dimension equals this length.
 
     Fields in `repeat_fields` and `keep_fields` are never per-token fields. An ambiguous field raises an error unless it
     is listed in `token_fields` or `keep_fields`.
@@ -150,11 +150,11 @@ class PackedSequences:
     tokens in total. Only `cu_seqlens`, `max_seqlen` and `position_ids` refer to the full sequences.
 
     Attributes:
-        tensors: a TensorDict without batch dimensions. The input field, labels, `position_ids` and other per-token
-            fields have shape `(pack_max_length, ...)`, or `(..., pack_max_length)` if the rows differ in their last
-            dimension. `cu_seqlens` (int32, shape `(sequences + 1,)`) contains the bounds of the samples with their
-            alignment padding, followed by the bounds of the padding sequences. `padding_mask` (bool, shape
-            `(pack_max_length,)`) is true for padding tokens. Fields kept per sample have shape `(n, ...)`.
+        tensors: a TensorDict without batch dimensions. Per-token fields, such as the input field, labels and
+            `position_ids`, have shape `(pack_max_length, ...)`. If a field's rows differ in their last dimension, its
+            shape is `(..., pack_max_length)`. `cu_seqlens` (int32, shape `(sequences + 1,)`) contains the bounds of the
+            samples with their alignment padding, followed by the bounds of the padding sequences. `padding_mask` (bool,
+            shape `(pack_max_length,)`) is true for padding tokens. Fields kept per sample have shape `(n, ...)`.
         lengths: number of tokens of each sample, without padding.
         starts: position of each sample's first token in the pack.
         max_seqlen: number of tokens in the longest sequence, including padding.
@@ -213,16 +213,17 @@ class PackedSequences:
 class PackedMicroBatch(PackedSequences):
     """A pack for one forward and backward pass, with its position among the batch's optimizer steps.
 
-    All ranks have the same number of steps per batch and the same number of packs per step. As a result, collectives
-    match in each pass and each optimizer step.
+    All ranks have the same number of steps per batch and the same number of packs per step. As a result, the ranks'
+    collectives match in each pass and each optimizer step.
 
     Attributes:
-        meta: metadata of the pack's samples, for `client.put(pack.meta, new_columns)`. The size of this meta may be 0.
+        meta: metadata of the pack's samples, for `client.put(pack.meta, new_columns)`. If the pack has no samples, the
+            size of this meta is 0.
         step: index of the optimizer step within the batch.
         step_count: number of optimizer steps in the batch.
         pack: index of the pack within the step.
         pack_count: number of packs in the step.
-        step_token_count: number of tokens, without padding, in all of this DP rank's samples in the step.
+        step_token_count: number of tokens in all of this DP rank's samples in the step, excluding padding.
     """
 
     meta: BatchMeta
@@ -248,14 +249,14 @@ def pack_sequences(
 ) -> PackedSequences:
     """Pack samples into one sequence of exactly `options.pack_max_length` tokens.
 
-    Per-token fields (see `PackOptions`) are concatenated bit for bit in sample order, and padded. All other fields are
-    repeated for each token, or kept with one row per sample. All returned tensors are copies.
+    Per-token fields (see `PackOptions`) are concatenated bit for bit in sample order, and padded. Each of the other
+    fields is either repeated for each token or kept with one row per sample. All returned tensors are copies.
 
     `position_ids` restart at each sample and each padding sequence, and continue through a sample's alignment padding.
     If the data already has a `position_ids` field, such as the three-row positions of vision-language models, that
     field is concatenated instead. Rows of shape `(3, length)` become `(3, pack_max_length)`, and rows of shape
-    `(length, 3)` become `(pack_max_length, 3)`. The token dimension is the ragged dimension, or, if all samples have
-    the same length, the dimension of that size.
+    `(length, 3)` become `(pack_max_length, 3)`. The token dimension is the ragged dimension. If all samples have the
+    same length, the token dimension is the dimension of that size.
 
     Args:
         data: a batch from `get_data` or the loader.
@@ -268,9 +269,10 @@ def pack_sequences(
             the full rows. By default, `data` contains full rows.
 
     Raises:
-        ValueError: the samples do not fit into the pack; `lengths` differ from the row lengths; a field's row lengths
-            differ from those of the input field; a field is ambiguous or contains objects; a listed field is missing or
-            has the wrong layout; or shares are given without `lengths`.
+        ValueError: the samples do not fit into the pack; `lengths` differ from the row lengths, or are missing although
+            shares are given; or a field cannot be packed. A field cannot be packed if it is ambiguous, contains
+            objects, or has row lengths that differ from those of the input field. A listed field must also exist and
+            have the right layout.
         InvalidArgumentError: `share` and `options` contradict each other.
         IndexError: a position is outside the batch.
     """
@@ -293,7 +295,7 @@ def split_packs(
 
     Args:
         data: the batch, with `meta.size` rows.
-        meta: metadata of the samples in `data`. The packs may be planned by any sampler, provided that the samples fit.
+        meta: metadata of the samples in `data`. Any sampler may have planned the packs, provided that the samples fit.
         options: packing options.
         share: share of a context-parallel rank; see `pack_sequences`. A share requires a plan that contains the sample
             lengths.
@@ -337,18 +339,18 @@ def _check_padding(pack: Pack, lengths: NDArray[np.int64], options: PackOptions)
     # `padding_tokens` is also 0 if the sampler does not plan padding.
     if pack.padding_tokens not in (0, expected):
         raise ValueError(
-            f"the plan has a pack of {tokens} tokens and {pack.padding_tokens} padding tokens; expected {expected}, to "
-            f"fill pack_max_length = {options.pack_max_length}; set the same pack_max_length in the sampler and in "
-            "PackOptions"
+            f"the plan has a pack of {tokens} tokens and {pack.padding_tokens} padding tokens; expected {expected} "
+            f"padding tokens, to fill pack_max_length = {options.pack_max_length}. Set the same pack_max_length in the "
+            "sampler and in PackOptions"
         )
 
 
 class _Packing:
-    """The packing of a batch's samples, with the state shared by all packs of the batch.
+    """Packs the samples of a batch, and holds the state that all packs of the batch share.
 
     Raises:
-        ValueError: a field contains objects, has the wrong layout, is missing or ambiguous, or is listed as a per-token
-            field but has no value per token.
+        ValueError: a field is missing or ambiguous, contains objects, or has the wrong layout, or a listed per-token
+            field does not have one value per token.
         InvalidArgumentError: the share and the options contradict each other.
     """
 
@@ -394,7 +396,7 @@ class _Packing:
         return JaggedColumn(rows.movedim(0, dim).flatten(dim, dim + 1), made[size], dim + 1)
 
     def _token_dim(self, key: FieldKey, row: tuple[int, ...], is_jagged: bool) -> int | None:
-        """Return the token dimension of rows of equal shape, or None if the field is per sample or needs no conversion.
+        """Return the token dimension of equally shaped rows, or None if values are per sample or need no conversion.
 
         Raises:
             ValueError: the field is ambiguous.
@@ -419,16 +421,17 @@ class _Packing:
             return len(row) - 1 if key == POSITIONS else 0
         if is_named and not dims:
             raise ValueError(
-                f"field {key!r} has rows of shape {row} in every sample; expected one dimension with one value for "
-                f"each of the {'' if length is None else f'{length} '}tokens of {options.input_field!r}; list the "
+                f"field {key!r} has rows of shape {row} in every sample; expected a single dimension, with one value "
+                f"for each of the {'' if length is None else f'{length} '}tokens of {options.input_field!r}. List the "
                 "field in keep_fields if its values are per sample, or declare it with layout='jagged'"
             )
         if dims:
             raise ValueError(
                 f"field {key!r} has rows of shape {row} in every sample, and each sample of the batch has {length} "
                 f"tokens, so the field may have one value per token{', in several dimensions' if dims[1:] else ''}; "
-                "list the field in keep_fields if its values are per sample and otherwise in token_fields, or declare "
-                "the token dimension, for example with FieldSpec(name, layout='jagged', row_shape=(3, -1))"
+                "list the field in keep_fields if its values are per sample, or in token_fields if they are per token. "
+                "Alternatively, declare the token dimension, for example with FieldSpec(name, layout='jagged', "
+                "row_shape=(3, -1))"
             )
         return None
 
@@ -437,8 +440,8 @@ class _Packing:
         if isinstance(column, list):
             if column and all(isinstance(row, torch.Tensor) for row in column):
                 raise ValueError(
-                    f"field {key!r} has rows that differ in several dimensions, possibly from an earlier put; expected "
-                    "only one ragged dimension; declare this dimension before the first put, for example with "
+                    f"field {key!r} has rows that differ in several dimensions, possibly because of an earlier put; "
+                    "expected only one ragged dimension. Declare this dimension before the first put, for example with "
                     "FieldSpec(name, layout='jagged', row_shape=(3, -1))"
                 )
             raise ValueError(
@@ -453,8 +456,8 @@ class _Packing:
             return FieldUse("sample" if key in options.keep_fields else "token", column.ragged_dim - 1)
         if key in (options.input_field, POSITIONS, *options.token_fields):
             raise ValueError(
-                f"field {key!r} has rows of shape {tuple(column.shape[1:])}; expected rows with at least one dimension "
-                "and one value per token"
+                f"field {key!r} has rows of shape {tuple(column.shape[1:])}; expected at least one dimension, with "
+                "one value per token"
             )
         return FieldUse("repeated" if key in options.repeat_fields else "sample")
 
@@ -477,7 +480,7 @@ class _Packing:
             )
 
     def lengths(self, positions: Positions, planned: Lengths | None) -> Lengths:
-        """Check all per-token fields, and return the number of tokens in each sample, as an array of shape `(m,)`.
+        """Check all per-token fields, and return the samples' token counts as an array of shape `(m,)`.
 
         Args:
             positions: positions of the pack's rows, as an array of shape `(m,)`.
@@ -531,9 +534,9 @@ class _Packing:
         expected = _rounded(planned, self._options.align) // share.chunk_count * len(share.chunks)
         if expected.shape != got.shape or (expected != got).any():
             raise ValueError(
-                f"got shares of {got.tolist()[:8]} tokens; expected {expected.tolist()[:8]}: chunks {share.chunks} of "
-                f"{share.chunk_count} chunks of rows with {planned.tolist()[:8]} planned tokens; use the same share to "
-                "fetch and pack, and plan with the row lengths"
+                f"got shares of {got.tolist()[:8]} tokens; expected {expected.tolist()[:8]} tokens in chunks "
+                f"{share.chunks} of {share.chunk_count} of rows planned with {planned.tolist()[:8]} tokens. Use the "
+                "same share to fetch and pack, and plan with the row lengths"
             )
         return planned
 
@@ -648,9 +651,10 @@ def _rounded(lengths: Lengths, align: int) -> Lengths:
 def _check_share(share: RowSlice, options: PackOptions) -> None:
     aligned = share.chunk_count * share.align
     if not aligned or share.fill is None:
-        raise _invalid("share", "a slice without chunks or fill", "RowSlice.share(..., fill=)")
+        raise _invalid("share", "a slice that lacks chunks or fill", "RowSlice.share(..., fill=)")
     if options.align != aligned:
-        raise _invalid("align", options.align, f"{aligned}, the alignment of shares of {share.chunk_count} chunks")
+        expected = f"{aligned}, the chunk count ({share.chunk_count}) times the share's align"
+        raise _invalid("align", options.align, expected)
     if options.overlong == "truncate":
         raise _invalid("overlong", "'truncate' with shares of rows", "'error', because shares are cut from full rows")
 
@@ -695,13 +699,13 @@ def unpack_sequences(packed: PackedSequences) -> TensorDict:
     contain only their first tokens. `position_ids` are returned only if the original samples had this field.
 
     Raises:
-        ValueError: a sample has no tokens, so its values in repeated fields are lost.
+        ValueError: a sample has no tokens, so its values in repeated fields would be lost.
     """
     lengths = np.asarray(packed.lengths, dtype=np.int64)
     if 0 in packed.lengths and any(use.kind == "repeated" for use in packed.uses.values()):
         raise ValueError(
-            f"got sample {packed.lengths.index(0)} without tokens, so its repeated values are lost; expected at least "
-            "one token in each sample, or no repeat_fields"
+            f"sample {packed.lengths.index(0)} has no tokens, so its values in repeat_fields would be lost; expected "
+            "at least one token in each sample, or no repeat_fields"
         )
     pattern = RowPattern.of_lengths(lengths, beside=packed["cu_seqlens"])
     columns: dict[FieldKey, FlatColumn] = {}

@@ -77,7 +77,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatchLayout:
-    """A batch without its tensors' bytes, which are sent separately, directly from device to device.
+    """A batch without tensor bytes. The bytes are sent separately, directly from device to device.
 
     Attributes:
         index: batch_index of the batch.
@@ -104,7 +104,7 @@ def _empty(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLayout, torch.Tensor]:
-    """Return a batch's layout, and a device buffer into which the current stream copies the batch's tensors."""
+    """Copy a batch's tensors into a device buffer, using the current stream, and return the layout and the buffer."""
     content = flatten(batch.data)
     starts: dict[int, int] = {}
     end = 0
@@ -178,7 +178,7 @@ class ReplicaGroup:
             self._broadcast(data.to(self._device))
 
     def receive(self) -> tuple[_Message, Bytes]:
-        """Wait for the next message from the first replica, and, after a batch layout, for the batch's bytes."""
+        """Wait for the next message from the first replica and, if it is a batch layout, for the batch's bytes."""
         message = self._exchange(None)
         data = torch.empty(message.size_bytes if isinstance(message, BatchLayout) else 0, dtype=torch.uint8)
         if isinstance(message, BatchLayout):
@@ -211,7 +211,7 @@ class ReplicaStream:
         group: the replicas.
         open_fetched: function that opens the inner stream, called only in the first replica.
         batch_index: index of the stream's first batch.
-        device: device that holds the inner stream's batches, and on which the other replicas receive them. By default,
+        device: device on which the inner stream holds its batches and the other replicas receive them. By default,
             batches are on the CPU.
     """
 

@@ -1,4 +1,4 @@
-"""Fetch the batches of a rank, using streams that prefetch and split batches."""
+"""Streams that fetch, prefetch and split the batches of a rank."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ FetchBatch = Callable[..., tuple[Any, Any]]
 """`fetch_batch_fn(**keywords) -> (data, meta)`. See `fetch_batch` for the keyword arguments and the result."""
 
 OnWait = Callable[[WaitReason], object]
-"""Callback that receives the reason for a long wait, in the thread or process that fetches batches."""
+"""Callback that receives the reason for a long wait. It runs in the thread or process that fetches batches."""
 
 ClientFactory = Callable[[Any], Any]
-"""Function that takes the dataset's `address` and opens the sync client of a fetching thread or worker."""
+"""Function that takes the dataset's `address` and opens the sync client for a fetching thread or worker."""
 
 # Delay before the next call if fetch_batch_fn returned "not_yet" immediately.
 _RETRY_SECONDS = 0.05
@@ -62,17 +62,17 @@ class StreamIdentity:
 
     @classmethod
     def of(cls, meta: Any) -> StreamIdentity:
-        """Return the identity in `meta`, which may be of any type if a custom fetch_batch_fn created it."""
+        """Return the identity in `meta`. Metadata created by a custom fetch_batch_fn may be of any type."""
         return cls(getattr(meta, "incarnation", b""), getattr(meta, "epoch", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A point in a CUDA stream at which tensors have been uploaded to a device.
+    """Marks the point in a CUDA stream at which the upload of tensors to a device is complete.
 
     Attributes:
         device: the CUDA device.
-        event: event recorded in the stream at this point.
+        event: the CUDA event that marks this point in the stream.
     """
 
     device: torch.device
@@ -88,7 +88,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedBatch:
-    """The part of a batch that belongs to one rank.
+    """One rank's part of a batch.
 
     Attributes:
         index: the batch_index.
@@ -128,7 +128,7 @@ class End:
         identity: partition incarnation and task epoch at the end of the stream.
         counts: number of samples per outcome, identical on all ranks; None if a custom fetch_batch_fn created the end
             marker.
-        spans: time spans recorded for the stages of the call that returned the end marker.
+        spans: when each recorded stage of the call that returned the end marker started and ended.
     """
 
     identity: StreamIdentity
@@ -177,7 +177,7 @@ class BatchStream(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop fetching, and drop prefetched batches; they can still be fetched again. Idempotent."""
+        """Stop fetching, and drop prefetched batches, which can be fetched again later. Idempotent."""
         ...
 
 
@@ -188,7 +188,7 @@ class BatchRequest:
     Additional attributes:
         read_options: additional arguments for `Client.get_data`, or None.
         version_lag: how many batches may be planned ahead of the published version of `policy`, or None if unlimited.
-        first_version: version of `policy` that is trained on batch 0.
+        first_version: version that `policy` has when it is trained on batch 0.
     """
 
     partition_id: str
@@ -221,7 +221,7 @@ class BatchRequest:
     policy: str = DEFAULT_POLICY
 
     def keywords(self, batch_index: int) -> dict[str, Any]:
-        """Return the keyword arguments for requesting a batch from fetch_batch_fn."""
+        """Return the keyword arguments with which fetch_batch_fn is called for a batch."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         lag, first, policy = (named.pop(name) for name in ("version_lag", "first_version", "policy"))
         given = ("layout", "max_uses", "unmatched", "least_members", "refill", "totals", "device", "read_options")
@@ -366,7 +366,9 @@ def fetch_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSource:
-    """The service that provides the batches, and the request to send to it. A source is picklable if its functions are.
+    """The service that provides the batches, and the request to send to it.
+
+    A source can be pickled if its functions can be pickled.
 
     Attributes:
         address: address of the service.
@@ -409,11 +411,11 @@ class BatchFetcher:
     """A batch fetcher with its own sync client. Only one thread may use a fetcher.
 
     All batches must have the same incarnation and epoch as the first batch. If the partition is cleared and created
-    again, or the task is reset, the next fetch raises an error. Therefore, a stream never continues in the middle of
-    another incarnation or epoch.
+    again, or the task is reset, the next fetch raises an error. A stream therefore never switches to another
+    incarnation or epoch partway through.
 
     Attributes:
-        fetched_until: index after the last batch that has been fetched or claimed in advance.
+        fetched_until: index of the batch after the last one that has been fetched or claimed in advance.
         closed: whether the fetcher has been closed.
     """
 
@@ -506,7 +508,7 @@ class BatchFetcher:
 
 
 class InlineStream(BatchFetcher):
-    """A stream that fetches each batch in the thread that reads it."""
+    """A stream that fetches each batch in the thread that calls `read`."""
 
     def __init__(
         self,
@@ -537,11 +539,11 @@ _MICRO_BATCHES_AHEAD: Final = 2
 class PrefetchLimit:
     """A limit on the number and total size of prefetched batches.
 
-    A batch counts as prefetched from `begin` to `consume`. Until `arrive` reports its size, a batch is assumed to be as
-    large as the largest batch that has arrived. Before the first arrival, only one batch may be in flight. The total
-    size therefore exceeds `max_bytes` only if a batch is larger than all earlier batches. The excess is at most the
-    difference in size between this batch and the largest earlier batch. If no batch is prefetched, the next batch is
-    admitted regardless of its size, because the consumer waits for it.
+    A batch counts as prefetched from the call to `begin` until the call to `consume`. Until `arrive` reports a batch's
+    size, the batch is assumed to be as large as the largest batch that has arrived. Before the first arrival, only one
+    batch may be in flight. The total size therefore exceeds `max_bytes` only if a batch is larger than all earlier
+    batches. The excess is at most the difference in size between this batch and the largest earlier batch. If no batch
+    is prefetched, the next batch is admitted regardless of its size, because the consumer waits for it.
 
     Not thread-safe: the owner must hold a lock when calling any method.
 
@@ -575,7 +577,7 @@ class PrefetchLimit:
         self._under_way += 1
 
     def arrive(self, size_bytes: int) -> None:
-        """Record the arrival and the size of a batch that was in flight."""
+        """Record that a batch in flight has arrived, and record its size."""
         self._under_way -= 1
         self._arrived += 1
         self._arrived_bytes += size_bytes
@@ -608,9 +610,9 @@ class PrefetchQueue(Generic[T]):
         self.closed = False
 
     def begin(self, on_begun: OnBegun = lambda number: None) -> int | None:
-        """Wait until the limit admits another item, and return its number, or None if the queue has ended.
+        """Wait until the limit admits another item. Return the item's number, or None if the queue has ended.
 
-        `on_begun` is called with the number before any other writer can begin an item, and must not block.
+        `on_begun`, which must not block, is called with the number before any other writer can begin an item.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._end or self._limit.admits())
@@ -631,7 +633,7 @@ class PrefetchQueue(Generic[T]):
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
-        """Context manager for creating the item with this number. An error in the block ends the queue at this item."""
+        """Run a block that creates the item with this number. An error in the block ends the queue at this item."""
         try:
             yield
         except StreamClosedError:
@@ -642,8 +644,8 @@ class PrefetchQueue(Generic[T]):
     def put(self, number: int, item: T, size_bytes: int = 0, on_begun: OnBegun | None = None) -> int | None:
         """Add an item that was begun earlier, or drop it if the queue is closed.
 
-        With `on_begun`, also begin the writer's next item atomically, before any other writer can begin one, and return
-        its number. If the limit does not admit another item right now, return None.
+        With `on_begun`, also begin the writer's next item, before any other writer can begin one, and return the new
+        item's number. If the limit does not admit another item right now, return None.
         """
         with self._changed:
             self._limit.arrive(size_bytes)
@@ -653,7 +655,7 @@ class PrefetchQueue(Generic[T]):
             return None if on_begun is None else self._begin_now(on_begun)
 
     def end(self, number: int, error: BaseException | None = None) -> None:
-        """End the queue at this number. After reading all earlier items, the reader raises the error, if any."""
+        """End the queue before item `number`. After reading all earlier items, the reader raises the error, if any."""
         with self._changed:
             if self._end is None or number < self._end[0]:
                 self._end = number, error
@@ -753,7 +755,7 @@ class Fetcher(Protocol):
 
     @property
     def fetched_until(self) -> int:
-        """Index after the last batch that has been fetched or claimed in advance."""
+        """Index of the batch after the last one that has been fetched or claimed in advance."""
         ...
 
     def request(self, batch_index: int) -> None:
@@ -763,7 +765,7 @@ class Fetcher(Protocol):
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
         """Wait for a batch or the end marker. Raise StreamClosedError if the batch is no longer wanted.
 
-        Up to `batch_count` batches may be claimed in a single call, starting with this batch.
+        A single call may claim up to `batch_count` batches, starting with this batch.
         """
         ...
 
@@ -773,7 +775,7 @@ class Fetcher(Protocol):
 
 
 class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
-    """A stream whose batches are prefetched by one or more fetchers, up to a maximum number and total size.
+    """A stream for which one or more fetchers prefetch batches, up to a maximum number and total size of batches.
 
     Lifecycle::
 
@@ -789,7 +791,7 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
 
     @property
     def fetched_until(self) -> int:
-        """Index after the last batch that has been fetched or claimed in advance."""
+        """Index of the batch after the last one that has been fetched or claimed in advance."""
         return max(fetcher.fetched_until for fetcher in self._sources)
 
     def read(self) -> FetchedBatch | End | None:

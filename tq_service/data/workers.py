@@ -1,4 +1,4 @@
-"""Worker processes that fetch batches for a `PrefetchStream`, and serialization of these batches.
+"""Worker processes that fetch batches for a `PrefetchStream`, and the code that serializes these batches.
 
 Lifecycle::
 
@@ -12,14 +12,14 @@ The parent process does all bookkeeping. A worker receives only the requests for
 
 A batch is sent as contiguous bytes. The worker copies these bytes once into a shared buffer, from which the parent
 reads them without another copy. The first replica of a rank broadcasts batches in the same format. The bytes contain
-the tensors of all columns in sequence, and the tensors on the receiving side are views of these bytes. The meta and all
-objects are pickled. Tensors within objects are unpickled into separate memory, because a micro-batch does not copy
-them.
+the tensors of all columns in sequence. On the receiving side, the tensors are views of these bytes. The meta and all
+objects are pickled. Because micro-batches refer to tensors within objects without copying them, these tensors are
+unpickled into separate memory.
 
 A shared buffer is an anonymous file. The worker sends the buffer's file descriptor only once, with the first batch in
-the buffer, and the parent keeps the buffer mapped. After the parent has freed its last tensor in a buffer, its next
-request reports the buffer as released, and the worker may then reuse it. Reusing a buffer is faster, because touching
-new pages costs more than copying data.
+the buffer. The parent keeps the buffer mapped. Once the parent has freed its last tensor in a buffer, the parent's next
+request reports the buffer as released. The worker may then reuse the buffer. Reusing a buffer is faster, because
+touching new pages costs more than copying data.
 """
 
 from __future__ import annotations
@@ -81,10 +81,11 @@ class BatchLayout:
     """Layout of a serialized batch.
 
     Attributes:
-        index: batch_index of the batch.
-        places: start and end of each part in bytes. The first part is the pickle, and the column tensors follow.
-        batch_bytes: `FetchedBatch.size_bytes` of the batch, which is sent because computing it again would require
-            visiting every object.
+        index: index of the batch within the epoch.
+        places: byte positions at which each part starts and ends. The first part is the pickle, and the column tensors
+            follow.
+        batch_bytes: `FetchedBatch.size_bytes` of the batch. This size is sent along, because recomputing it would
+            require visiting every object.
     """
 
     index: int
@@ -170,11 +171,11 @@ def _tensor_of(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.T
 
 @dataclass(frozen=True, slots=True)
 class SharedBatch:
-    """A worker's reply after writing a batch into a shared buffer.
+    """The reply of a worker that has written a batch into a shared buffer.
 
     Attributes:
         layout: layout of the batch in the buffer.
-        buffer_id: file descriptor of the buffer in the worker.
+        buffer_id: the worker's file descriptor for the buffer.
         buffer_bytes: size of the buffer in bytes.
         is_new: whether the buffer is new, in which case its descriptor is sent next.
         retired: ids of buffers that the worker has closed.
@@ -226,10 +227,11 @@ class SharedBufferWriter:
 
 
 class SharedBufferReader:
-    """Reader of a worker's shared buffers in the parent process.
+    """Reads a worker's shared buffers in the parent process.
 
     Args:
-        device: device to which batches are copied from the buffers, which are therefore pinned, or None.
+        device: device to which batches are copied from the buffers, or None. If a device is given, the buffers are
+            pinned.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -301,10 +303,10 @@ class FetchRequest:
     """A request to a worker to fetch a batch.
 
     Attributes:
-        stream: number of the requesting stream.
+        stream: number that identifies the stream that sent the request.
         claim: arguments of the stream's claims.
         batch_index: index of the batch to fetch.
-        identity: identity required of the batch, if known.
+        identity: stream identity that the batch must have, or None if it is not known yet.
         released: ids of the worker's buffers that may be overwritten.
         step_times: breakdown of the trainer's most recent steps, which the client reports to the service.
     """
@@ -319,7 +321,7 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A message that tells a worker that batches of `stream` and of earlier streams are no longer wanted."""
+    """Tells a worker that batches of `stream` and of earlier streams are no longer wanted."""
 
     stream: int
 
@@ -329,9 +331,10 @@ class FetchReply:
     """A worker's reply to a request. Each request gets exactly one reply.
 
     Attributes:
-        content: the batch, an error, the end marker, or None if the batch is no longer wanted. If a batch is in a new
-            buffer, the buffer's file descriptor is sent next.
-        notes: events of the worker's client since the previous reply, for the parent's probes.
+        content: the batch, an error, the end marker, or None if the batch is no longer wanted. If the batch is in a new
+            buffer, the buffer's file descriptor is sent after the reply.
+        notes: events that the worker's client has reported since the previous reply, to be passed to the parent's
+            probes.
         spans: time spans recorded for the stages of fetching the batch.
     """
 
@@ -351,8 +354,8 @@ class _Worker:
         buffers: shared buffers of the process.
         has_replied: whether the process has replied to any request.
         last_received: event that is set when the reply to the latest request has been received, or has been lost
-            because the process exited. Replies arrive in the order of the requests, including replies for closed
-            streams.
+            because the process exited. Replies, including those for closed streams, arrive in the order of the
+            requests.
         sending: lock held while sending a message. The lock is reentrant, because a finalizer may close a fetcher
             during a request.
     """
@@ -400,8 +403,8 @@ class _Worker:
 class WorkerPool:
     """Worker processes that run until `close` is called, and fetch batches for one stream at a time.
 
-    Workers receive the source when they start, so with fork, its functions need not be picklable. Each stream sends its
-    own `BatchRequest`, because the partition and the policy version differ between streams.
+    Workers receive the source when they start. With fork, the source's functions therefore need not be picklable. Each
+    stream sends its own `BatchRequest`, because the partition and the policy version differ between streams.
     """
 
     def __init__(
@@ -421,7 +424,7 @@ class WorkerPool:
     def fetchers(self, source: BatchSource, identity: StreamIdentity | None, timer: StepTimer) -> list[WorkerFetcher]:
         """Return the fetchers of a new stream, two for each worker.
 
-        While one fetcher deserializes a batch, the worker fetches the batch requested by the second fetcher.
+        While one fetcher deserializes a batch, the worker fetches the batch requested by the other fetcher.
         """
         stream = next(self._streams)
         return [WorkerFetcher(worker, stream, source.request, identity, timer) for worker in self._workers * 2]
@@ -472,7 +475,7 @@ class WorkerFetcher:
         Raises:
             StreamClosedError: the batch is no longer wanted.
             WorkerDiedError: the worker process has exited.
-            Exception: an error was raised in the worker; its original type is preserved.
+            Exception: the worker raised an error. The error's original type is preserved.
         """
         try:
             self._earlier.wait()
@@ -516,10 +519,10 @@ _starting = threading.Lock()
 def _start_without_main(process: BaseProcess) -> None:
     """Start a process that does not run this program's main module again.
 
-    With spawn and forkserver, a child process imports the main module under a different name, because pickled functions
-    may be defined there. A script without `if __name__ == "__main__"` then runs a second time. `multiprocessing` has no
-    option to prevent this. Therefore, while the process starts, the main module is removed from this thread's
-    preparation data.
+    With spawn and forkserver, a child process imports the main module under a different name, since the module may
+    define pickled functions. A script without `if __name__ == "__main__"` then runs a second time. `multiprocessing`
+    has no option to prevent this. Therefore, while this thread starts the process, the main module is left out of the
+    preparation data for the process.
     """
     with _starting:
         prepare, this_thread = multiprocessing.spawn.get_preparation_data, threading.get_ident()
@@ -556,9 +559,9 @@ def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseC
     server avoid this problem, because they do not inherit this process's state.
 
     Args:
-        name: "fork", "spawn", "forkserver", or a context. Defaults to forkserver, or to fork if forkserver is not
-            available or the functions of the source cannot be pickled.
-        source: source of the batches that the workers fetch.
+        name: "fork", "spawn", "forkserver", or a context. The default is forkserver if it is available and the source's
+            functions can be pickled, and fork otherwise.
+        source: batch source used by the workers.
     """
     if isinstance(name, BaseContext):
         return name

@@ -1,6 +1,6 @@
 """Puts and gets between a client and a storage service over gRPC, each with the transport that best suits its size.
 
-- Inline, for up to `INLINE_BYTES`: the call consists of a single message.
+- Inline, for up to `INLINE_BYTES`: the call is a single message that contains the bytes.
 - Shared memory, if the service is on the same host: the bytes of a streaming call are placed in shared memory, whose
   file descriptors are sent over a Unix socket. Gets with an inline response also use shared memory.
 - Bulk, for `BULK_BYTES` or more: the bytes of a streaming call are sent over separate connections.
@@ -142,7 +142,7 @@ class AsyncDriver(Protocol):
 
 
 async def async_run(steps: Steps[T]) -> T:
-    """Await each call that the steps yield, and return the steps' result. Errors in a call are raised in the steps."""
+    """Await each call that the steps yield, and return the steps' result. A call's errors are raised in the steps."""
     try:
         call = next(steps)
         while True:
@@ -158,7 +158,7 @@ async def async_run(steps: Steps[T]) -> T:
 
 
 def run(steps: Steps[T]) -> T:
-    """Make each call that the steps yield, and return the steps' result. Errors in a call are raised in the steps."""
+    """Make each call that the steps yield. Return the result of the steps. If a call fails, they get its error."""
     try:
         call = next(steps)
         while True:
@@ -180,7 +180,7 @@ def _call_here(call: Callable[..., T], *arguments: Any) -> T:
 
 @dataclass(frozen=True, slots=True)
 class SendAs:
-    """How to send the bytes of a put: the transport, and the bulk ticket or the region to fill."""
+    """The transport that sends the bytes of a put, with the bulk ticket or the region to fill."""
 
     way: str
     ticket: BulkTicket | None = None
@@ -208,14 +208,14 @@ class AsyncPutCall:
     Args:
         call: channel method that starts a put.
         timeout: timeout for the call in seconds.
-        metadata: metadata to send with the call, such as the token.
+        metadata: key-value pairs to send with the call, such as the token.
     """
 
     def __init__(self, call: Any, timeout: float, metadata: Metadata | None) -> None:
         self._stream = call(timeout=timeout, metadata=metadata)
 
     async def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header, and return how to send the bytes, or None if the call has ended; see `answer`."""
+        """Send the header. Return how to send the bytes, or None if the call has ended (see `answer`)."""
         # If the channel is closed before a call has begun, the call ends but grpc never completes the first write.
         parts = in_parts(encode_part(header), "put")
         writing = asyncio.ensure_future(self._stream.write(parts[0]))
@@ -233,7 +233,7 @@ class AsyncPutCall:
             return None
 
     async def send(self, frames: Iterable[FrameParts]) -> None:
-        """Send frames until all are sent or the call ends. Call `answer` to get the result or the error."""
+        """Send frames until none are left or the call ends. Call `answer` to get the result or the error."""
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for frame in frames:
                 await self._stream.write(frame)
@@ -271,7 +271,7 @@ class PutCall:
         self._stream: Any = None
 
     def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header, and return how to send the bytes. If only frames can be used, do not wait for capacity."""
+        """Send the header, and return the chosen transport. If only frames can be used, do not wait for capacity."""
         for part in in_parts(encode_part(header), "put"):
             self._messages.put(part)
         if not header.shared_memory_session and not header.takes_bulk:
@@ -310,12 +310,13 @@ def _chunks_of(columns: Sequence[Column]) -> Iterator[memoryview]:
 
 
 class _GrpcSteps:
-    """The steps of puts and gets on a channel. The attribute `storage` is the service's stub for unary calls.
+    """Performs the steps of puts and gets on a channel. The attribute `storage` is the service's stub for unary calls.
 
     Args:
         channel: channel to the storage service.
         metadata: function that returns the metadata to send with each call, such as the token.
-        errors: function that returns a context manager that converts exceptions raised by calls to TqError.
+        errors: function that returns a context manager for calls. The context manager converts their exceptions to
+            TqError.
         link: link for sharing memory with a service on this host, or None to send all bytes over the network.
         bulk: link to the service's bulk port, or None to use no bulk connections.
     """
@@ -467,7 +468,7 @@ class _GrpcSteps:
             yield partial(self._in_thread, reader.receive_bulk, self._bulk, deadline)
 
     def _find_ways(self, deadline: Deadline, *, is_large: bool = False) -> Steps[None]:
-        """If due, ask the storage service for its socket and, before large transfers, for its bulk port.
+        """When a check is due, ask the storage service for its socket and, before large transfers, its bulk port.
 
         If the service is on this host, open a session. A background thread probes the bulk port.
         """
@@ -522,7 +523,7 @@ class AsyncGrpcDriver(_GrpcSteps):
     ) -> list[Received]:
         """Return the requested columns. See `AsyncDriver`.
 
-        `placement` and `rows`, if given, provide the memory for the columns.
+        If given, `placement` and `rows` provide the memory for the columns.
         """
         return await async_run(self._getting(request, row_count, deadline, size_bytes, placement, rows=rows))
 
@@ -555,6 +556,6 @@ class GrpcDriver(_GrpcSteps):
     ) -> list[Received]:
         """Return the requested columns. See `AsyncDriver`.
 
-        `placement` and `rows`, if given, provide the memory for the columns.
+        If given, `placement` and `rows` provide the memory for the columns.
         """
         return run(self._getting(request, row_count, deadline, size_bytes, placement, rows=rows))

@@ -42,7 +42,7 @@ Received: TypeAlias = tuple[ColumnShape, Bytes]
 
 
 class Placement(Protocol):
-    """Interface for objects that provide the memory for a get's columns, in place of newly allocated memory."""
+    """Interface for objects that provide the memory for a get's columns, which the get would otherwise allocate."""
 
     def device_of(self, column: ColumnShape) -> Device | None:
         """Return the device that a column will be copied to after the get, or None."""
@@ -57,7 +57,7 @@ class RowPlacement(Protocol):
     """Interface for objects that provide non-contiguous memory for the rows of a get."""
 
     def place(self, column: ColumnShape) -> ScatteredRows | None:
-        """Return memory for the rows of a column, or None to place the rows contiguously."""
+        """Return memory for a column's rows, or None if the rows should be placed contiguously."""
         ...
 
 
@@ -68,11 +68,11 @@ _MOST_REMEMBERED: Final = 1024
 
 
 class AnswerSizes:
-    """A predictor of response sizes, based on the number of bytes per row in the last response with the same fields.
+    """Predicts response sizes from the bytes per row of the last response with the same fields.
 
-    Only the storage service knows the sizes of ragged rows, and which rows are in shared memory. However, the batches
-    of a task are usually similar. The first response for a set of fields is assumed to be small; if it turns out to be
-    large, the get needs an additional round trip.
+    Only the storage service knows the sizes of ragged rows, and which rows are in shared memory. However, the number of
+    bytes per row usually varies little between the batches of a task. The first response for a set of fields is assumed
+    to be small; if it turns out to be large, the get needs an additional round trip.
     """
 
     def __init__(self) -> None:
@@ -95,16 +95,16 @@ def _fields(request: GetRequest) -> tuple[str, ...]:
 
 
 class AnswerReader:
-    """A reader for the messages in the response to a get, which consists of a header followed by frames.
+    """Reads the messages of the response to a get: a header followed by frames.
 
     Args:
         row_count: number of rows requested.
         placement: provider of memory for columns. If None, columns use new memory, or stay in shared memory.
-        rows: provider of memory for rows that are received or copied, or None to place all rows contiguously.
+        rows: provider of memory for received or copied rows. If None, all rows are placed contiguously.
 
     Attributes:
-        offer: offer of columns in shared memory, or None. If there is an offer, the caller must call `receive_shared`
-            before `finish`.
+        offer: the columns that the service offers in shared memory, or None. If there is an offer, the caller must call
+            `receive_shared` before `finish`.
         ticket: bulk ticket for the columns that are not in shared memory, or None if these columns arrive in frames. If
             there is a ticket, the caller must call `receive_bulk` before `finish`.
         sent_bytes: total size in bytes of the values that the service sends, excluding values in shared memory.
@@ -125,7 +125,7 @@ class AnswerReader:
 
     @property
     def places_next(self) -> bool:
-        """Whether processing the next message requires memory from the placement, which may be slow to provide it."""
+        """Whether the next message needs memory from the placement, which may take some time to provide it."""
         return self._placement is not None and self._receiver is None
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
@@ -222,7 +222,7 @@ class AnswerReader:
             (self._shared[column.column_index],) = receiver.finish()
 
     def _places(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes | ScatteredRows]:
-        """Return memory for the values of each column."""
+        """Return the memory that receives each column's values."""
         scattered = [None if self._rows is None else self._rows.place(column) for column in columns]
         others = [column for column, found in zip(columns, scattered, strict=True) if found is None]
         if self._placement is None:
@@ -249,7 +249,7 @@ class AnswerReader:
         return None if pin is None else mapping.array(start, size, (lease, pin))
 
     def _check_offer(self, offer: SharedColumns) -> list[Pages]:
-        """Validate the slices of the offered columns, and return the range of pages used in each memory block."""
+        """Validate the slices of the offered columns, and return the page range that they use in each memory block."""
         ranges: dict[int, Pages] = {}
         for column in offer.columns:
             numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
@@ -260,21 +260,22 @@ class AnswerReader:
             shape = self._columns[column.column_index]
             if sum(sizes) != shape.value_bytes:
                 raise InternalError(
-                    f"a storage service offered {sum(sizes)} bytes of field {shape.spec.name!r}, which has "
+                    f"a storage service offered {sum(sizes)} bytes of field {shape.spec.name!r}; expected "
                     f"{shape.value_bytes} bytes"
                 )
             for number, start, size in zip(numbers, starts, sizes, strict=True):
                 if number >= len(offer.memories) or start < 0 or size <= 0:
                     raise InternalError(
-                        f"a storage service offered {size} bytes starting at byte {start}, in memory block {number} of "
-                        f"{len(offer.memories)}"
+                        f"a storage service offered {size} bytes starting at byte {start} of memory block {number}; "
+                        f"expected a non-empty range in one of {len(offer.memories)} blocks, numbered from 0"
                     )
                 first, end = start // PAGE_BYTES, -(-(start + size) // PAGE_BYTES)
                 known = ranges.get(number, Pages(first, end))
                 ranges[number] = Pages(min(known.first, first), max(known.end, end))
         if len(ranges) != len(offer.memories):
             raise InternalError(
-                f"a storage service offered {len(offer.memories)} memory blocks, but its columns use {len(ranges)}"
+                f"a storage service offered {len(offer.memories)} memory blocks, but the offered columns use only "
+                f"{len(ranges)} of them"
             )
         return [ranges[number] for number in range(len(ranges))]
 

@@ -1,1 +1,1 @@
-"""Durable state: the journal of changes, snapshots, checkpoints, and recovery from them."""
+"""Durable state: snapshots, checkpoints, the journal of changes, and recovery from all three."""

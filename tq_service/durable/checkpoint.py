@@ -71,7 +71,7 @@ from tq_service.wire.metadata import CellRuns
 FILE_NAME: Final = "checkpoint.tqc"
 _LONGEST_NAME: Final = 200
 _PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=@+-]*")
-"""Pattern for one component of a checkpoint name. The pattern does not match "", ".", ".." or a hidden file name."""
+"""Pattern for each component of a checkpoint name. It does not match "", ".", ".." or a hidden file name."""
 _RECORD_BYTES: Final = 1 << 20
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BAD_DIRECTORY: Final = frozenset(
@@ -149,7 +149,7 @@ def read_facts(path: Path) -> CheckpointFacts:
 
     Raises:
         SnapshotDamagedError: the file does not begin with a valid checkpoint header.
-        NewerVersionError: a newer version wrote the checkpoint.
+        NewerVersionError: the checkpoint was written by a newer version.
         OSError: the file could not be read.
     """
     with reading(path, is_checkpoint=True) as reader:
@@ -172,11 +172,11 @@ def _symlink(name: str, problem: str) -> InvalidArgumentError:
 
 @dataclass(slots=True, kw_only=True)
 class Block:
-    """Cells from one storage service that are read together and restored as a single put.
+    """Cells that are read together from one storage service and restored as a single put.
 
     Attributes:
         partition_id: id of the partition that contains the cells.
-        puts: puts that contain the cells, all from a single storage service.
+        puts: puts that contain the cells; a single storage service stores all of these puts.
         runs: positions of the cells in `puts`.
         global_indexes: global index of each cell's sample, as an array of shape `(n,)`. If a cell has several extents,
             the array contains its sample's index once per extent. For cells shared within groups, the array contains
@@ -199,7 +199,7 @@ class Block:
 
 
 class PartitionPlan:
-    """Plan for dividing one partition's cells into the blocks of a checkpoint.
+    """A plan that divides a partition's cells into checkpoint blocks.
 
     Attributes:
         blocks: checkpoint blocks into which the cells are divided.
@@ -259,7 +259,7 @@ class PartitionPlan:
         )
 
     def _read_puts(self, table: TableSnapshot) -> None:
-        """For each put slot, find the storage service and the average cell size."""
+        """Find the storage service and the average cell size of each put slot."""
         self._puts: list[Put | None] = []
         numbers: dict[tuple[str, bytes], int] = {}
         storage_of: list[int] = []
@@ -276,10 +276,10 @@ class PartitionPlan:
     def _add_blocks(
         self, names: tuple[str, ...], cells: Indexes, indexes: Indexes, *, is_shared: bool = False
     ) -> Indexes:
-        """Divide cells into blocks of a few MiB, each from one storage service.
+        """Divide cells into blocks of a few MiB, each with cells from only one storage service.
 
         All fields in `names` have the same cell locations. `indexes` contains the global index of each cell's sample.
-        Return the location of each cell in the new blocks.
+        Return each cell's location within the new blocks.
         """
         renamed = np.full(cells.size, NOT_PRODUCED, np.int64)
         produced = np.flatnonzero(cells >= 0)
@@ -311,7 +311,7 @@ class PartitionPlan:
         return renamed
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> tuple[list[Put], CellRuns]:
-        """Return the puts that contain the cells, and the cells' positions as runs of adjacent rows."""
+        """Return the puts that contain the cells, and the runs of adjacent rows that the cells occupy."""
         slots, rows = slots_and_rows(cells)
         used, put_indexes = np.unique(slots, return_inverse=True)
         puts = [put for slot in used.tolist() if (put := self._puts[slot]) is not None]
@@ -323,7 +323,7 @@ def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]
 
 
 def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[list[str], Indexes]]:
-    """Group fields whose cells have the same locations. Return the field names and cells of each group."""
+    """Group fields by the locations of their cells. Return the field names and cells of each group."""
     found: dict[bytes, tuple[list[str], Indexes]] = {}
     for name, column in cells_of_fields.items():
         cells: Indexes = column.values()
@@ -357,7 +357,7 @@ class CheckpointWriter:
             write_record(self._writer, facts)
 
     def add(self, block: Block, values: Iterable[tuple[ColumnShape, memoryview]]) -> None:
-        """Write a block, that is, a description of its columns followed by their bytes."""
+        """Write a block as a description of its columns, followed by their bytes."""
         columns, chunks = zip(*values, strict=True)
         stored = StoredBlock(partition_id=block.partition_id, row_count=block.global_indexes.size, columns=columns)
         block.column_bytes = {column.spec.name: column.value_bytes for column in columns}
@@ -394,8 +394,8 @@ class CheckpointWriter:
                     field="name",
                 ) from error
             raise InternalError(
-                f"the disk that holds {directory} failed ({error}). Start the service with a checkpoint_dir on another "
-                "disk."
+                f"could not write a checkpoint to {directory}, because its disk failed ({error}). Start the service "
+                "with a checkpoint_dir on another disk."
             ) from error
 
 
@@ -414,7 +414,7 @@ class Checkpoint:
         path: path of the checkpoint file.
         facts: summary at the start of the file.
         blocks: descriptions of the blocks, in file order.
-        state: state at the end of the file. The state's partitions refer to blocks, in file order, instead of puts.
+        state: state at the end of the file. The state's partitions refer to blocks (in file order) rather than to puts.
     """
 
     path: Path
@@ -444,7 +444,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         InvalidArgumentError: the checkpoint does not exist or cannot be read.
         SnapshotDamagedError: the file is damaged.
-        NewerVersionError: a newer version wrote the checkpoint.
+        NewerVersionError: the checkpoint was written by a newer version.
     """
     try:
         with reading(path, is_checkpoint=True) as reader:
@@ -455,8 +455,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
             return Checkpoint(path=path, facts=facts, blocks=blocks, state=state)
     except OSError as error:
         raise InvalidArgumentError(
-            f"could not read a checkpoint from {path.parent} ({error}). Pass the name that was used to write the "
-            f"checkpoint.",
+            f"could not read a checkpoint from {path.parent} ({error}). Pass the name under which the checkpoint was "
+            f"written.",
             field="name",
         ) from error
 
@@ -464,7 +464,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterator[object]:
     """Yield the state records that follow the blocks.
 
-    While reading, verify each block's bytes and append its description to `blocks`.
+    While reading, verify the bytes of each block, and append a description of the block to `blocks`.
     """
     for value in reader.values():
         if not isinstance(value, StoredBlock):
@@ -473,7 +473,7 @@ def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterato
         for column in value.columns:
             column.validate()
             if column.row_count != value.row_count:
-                raise ValueError("a block and its columns have different row counts")
+                raise ValueError(f"a block has {value.row_count} rows, but one of its columns has {column.row_count}")
         at, number, data = reader.last
         blocks.append(replace(value, begins_at=(at + HEADER_BYTES + len(data), number + 1)))
         left = value.size_bytes
@@ -493,7 +493,7 @@ def _check_blocks(partitions: Sequence[PartitionSnapshot], blocks: Sequence[Stor
 
 
 def relocate(partitions: Iterable[Partition], puts: Iterable[Put]) -> None:
-    """Replace the placeholders in restored partitions with the puts created from the checkpoint's blocks, in order."""
+    """Replace the placeholders in restored partitions, in order, with the puts created from the checkpoint's blocks."""
     became = iter(puts)
     for partition in partitions:
         table = partition.cells.puts

@@ -191,7 +191,7 @@ class DataDir:
         """Assign the directory to a controller in a cluster. All controllers in a cluster share a single id.
 
         Raises:
-            DataDirError: the directory contains the state of a controller outside the cluster, or is not writable.
+            DataDirError: the directory is not writable, or contains the state of a controller outside the cluster.
         """
         if self.identity.controller_boot_id == controller_id and not segment_numbers(self.path):
             return
@@ -255,8 +255,8 @@ def _identity(path: Path) -> Identity:
     if identity is None:
         if segment_numbers(path) or snapshot_numbers(path):
             raise DataDirError(
-                f"the data directory {path} contains a journal or snapshots, but no {file.name}, which is required "
-                f"to locate their puts. Restore the file, or restore a checkpoint into an empty directory.",
+                f"the data directory {path} contains a journal or snapshots, but not {file.name}. Without this file, "
+                f"their puts cannot be located. Restore the file, or restore a checkpoint into an empty directory.",
                 metadata={"path": str(path)},
             )
         identity = new_identity()

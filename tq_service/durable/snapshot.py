@@ -1,7 +1,7 @@
 """Snapshots. A snapshot is a single file that captures a service's state at one point in time.
 
 A snapshot is either read in full or rejected. A file consists of records (see `journal/files.py`). Each record contains
-either a dataclass instance and its class name, or bytes of a block:
+either a dataclass instance and its class name, or some of a block's bytes:
 
     Header, [CheckpointFacts], [StoredBlock, bytes ...] ..., state
     state: [PartitionHeader, ColumnPart ..., [TaskFacts, (Batches | TaskRecords) ...] ...] ..., ServiceRecords ...
@@ -102,7 +102,7 @@ def read_snapshot(path: Path) -> ServiceSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The first record of a file. A checkpoint contains blocks of sample bytes instead of puts."""
+    """First record of a snapshot or checkpoint file. A checkpoint contains sample bytes in blocks instead of puts."""
 
     format_version: int
     is_checkpoint: bool = False
@@ -131,7 +131,7 @@ class StoredBlock:
         partition_id: id of the partition that contains the cells.
         row_count: number of rows in each column.
         columns: columns of the block, in the order in which their bytes are stored.
-        begins_at: file position and number of the first record that contains the block's bytes.
+        begins_at: position in the file, and record number, of the first record that contains the block's bytes.
     """
 
     partition_id: str
@@ -176,8 +176,8 @@ class Batches:
 
     Attributes:
         rows: rows of all batches, concatenated.
-        others: for each batch, its serial number and index, and the sizes, steps, consumed rows, dropped rows and
-            totals of its plan.
+        others: for each batch, the serial number, the index, and the sizes, steps, consumed rows, dropped rows and
+            totals of the plan.
     """
 
     batch_spec: BatchSpec
@@ -227,7 +227,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecords:
-    """For each attribute, entries to append to the `TaskSnapshot` list of the same name."""
+    """Entries to append to the lists of a `TaskSnapshot`. Each attribute extends the list of the same name."""
 
     claims: list[Claim] = field(default_factory=list)
     names: list[tuple[str, bytes]] = field(default_factory=list)
@@ -380,7 +380,7 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
 
 
 def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str, bytes]]) -> NDArray[Any]:
-    """Return the given objects, with each tuple converted to a put.
+    """Return the given objects, converting each tuple to a `Put`.
 
     All puts in one storage service share a single copy of the service's name.
     """
@@ -403,9 +403,9 @@ def _table(size: int, parts: Mapping[str, Sequence[NDArray[Any]]]) -> TableSnaps
 
 
 def _column_parts(column: ColumnSnapshot) -> Iterator[NDArray[Any]]:
-    """Yield the values of a column in one or more parts.
+    """Yield the values of a column as one or more arrays.
 
-    Each part contains tens of thousands of values, or fewer if the values are objects.
+    Each array contains tens of thousands of values, or fewer if the values are objects.
     """
     if not column.size:
         yield np.empty(0, column.dtype)

@@ -10,8 +10,8 @@ A response is sent only once the state that it reports is durable. Servicers the
 respond.
 
 The records of both streams form a single sequence in the log. A put becomes durable no later than the change that
-refers to it, because the engine appends the put's record before the put can be committed. A put is removed only after
-the change that frees it, because the engine learns of freed cells only once that change has been appended. If the
+refers to it, because the engine appends the put's record before the put can be committed. The change that frees a put
+is appended before the put is removed, because the engine learns of freed cells only from appended changes. If the
 controller and the storage service have separate logs, the order of their responses provides the same guarantee. A put
 is acknowledged only when it is durable, and cells are freed remotely only when the change that frees them is durable.
 """
@@ -59,7 +59,7 @@ _LAST_RETRY_SECONDS: Final = 600.0
 
 
 class Stream(enum.IntEnum):
-    """The source of a record in the log. Each stream's number is stored in the log files.
+    """The source of a record in the log. The log files identify each stream by its number.
 
     The records of both streams form a single sequence. A put is recorded before the change that refers to it, and its
     removal is recorded after the change that frees it. A single sync makes records of both streams durable.
@@ -98,7 +98,7 @@ class StartCost:
 
     Startup restores the last snapshot and then replays the log that follows it. A new snapshot is due if startup would
     otherwise take too long. However, the cost of a snapshot grows with the size of the state. A snapshot is therefore
-    not due until replaying the log would take at least as much CPU time as writing a snapshot.
+    due only once replaying the log would take at least as much CPU time as writing the snapshot.
 
     Attributes:
         log_seconds: time needed to replay the current log.
@@ -128,7 +128,7 @@ class LogLag:
 
     Attributes:
         unflushed_count: number of appended records that are not yet durable.
-        replay_seconds: estimated time to replay the log at the next start, after the last snapshot has been restored.
+        replay_seconds: estimated time that the next start will need to replay the log on top of the last snapshot.
         snapshot_age_seconds: time since the last snapshot, or since startup if this process has not written a snapshot.
         is_failing: whether the last write attempt failed.
         is_disk_low: whether the disk is almost full.
@@ -149,7 +149,7 @@ class StateStore:
     A store must be used from a single event loop.
 
     Attributes:
-        data_dir: open data directory, which is closed together with the store.
+        data_dir: open data directory. Closing the store also closes the directory.
         is_failing: whether the last write attempt failed.
         is_shared: whether other controllers follow the log.
         fatal: function called with a reason and a cause when the service must stop because its in-memory state may not
@@ -206,7 +206,7 @@ class StateStore:
 
         Raises:
             JournalDamagedError: a record is damaged or does not match the preceding state.
-            NewerVersionError: a newer version wrote the newest snapshot or a record.
+            NewerVersionError: the newest snapshot or a record was written by a newer version.
             DataDirError: the directory contains data for a role that this service does not have. If the service started
                 anyway, its next snapshot would lose this data.
         """
@@ -286,7 +286,7 @@ class StateStore:
     def _restore_newest(self) -> tuple[int, list[bytes]]:
         """Restore the newest intact snapshot. Return the snapshot's number and puts.
 
-        A snapshot from a newer version is treated as intact, so startup fails with NewerVersionError. Falling back to
+        A snapshot written by a newer version counts as intact, so startup fails with NewerVersionError. Falling back to
         an older snapshot would lose all changes made since that snapshot.
         """
         damages: list[SnapshotDamagedError] = []
@@ -396,10 +396,10 @@ class StateStore:
     # Failure
 
     def abandon(self, error: TqError) -> None:
-        """Stop writing. Discard the records appended in this event-loop step, and all later changes and snapshots.
+        """Stop writing. Discard the records appended in this event-loop step and any later changes and snapshots.
 
         Args:
-            error: error that all later changes and waits for durability raise.
+            error: error to raise from all later changes and waits for durability.
         """
         self._abandoned = error
         self.is_failing = True
@@ -500,12 +500,12 @@ class StateStore:
         Otherwise, the log would contain a change that does not match the preceding snapshot.
 
         Args:
-            restored: function that takes the state at the time of the snapshot and returns the new state.
-            appear: function that makes the new state current. The function is called when the snapshot is durable,
-                before the next snapshot can be taken.
+            restored: function that receives the state at the time of the snapshot and returns the new state.
+            appear: function that replaces the current state with the new state. The function is called when the
+                snapshot is durable, before the next snapshot can be taken.
 
         Raises:
-            DiskFullError: there is not enough disk space. The restore has no effect.
+            DiskFullError: there is not enough disk space. The restore is not applied.
         """
         try:
             await self.take_snapshot(lambda: restored(self._now()), appear)

@@ -133,7 +133,8 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             batch_size: maximum number of samples in the batch.
             dp_rank: ignored, because NeMo-RL shards the batch itself.
             blocking: whether to wait for a full batch. If False, claim the samples that are ready, possibly none.
-            timeout_s: seconds to wait for a full batch. After this time, the samples that are ready are claimed.
+            timeout_s: seconds to wait for a full batch. If the batch is still not full after this time, the samples
+                that are ready are claimed.
 
         Raises:
             TimeoutError: no sample became ready in time.

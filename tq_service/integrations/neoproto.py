@@ -49,15 +49,16 @@ class StoredValue:
 
     Attributes:
         namespace: namespace of the client that put the value.
-        partition_id: partition of the value, within the namespace.
+        partition_id: partition that contains the value, within the namespace.
         incarnation: incarnation of the partition. The incarnation distinguishes the value from values in a later
             partition with the same name.
         first_index: index of the value's first sample.
-        row_count: number of samples that store the value: the number of rows if `is_split`, otherwise 1.
+        row_count: number of samples in which the value is stored. This is the number of rows if `is_split`, otherwise
+            1.
         field: name of the field that stores the value.
-        form: type of the original value.
+        form: whether the original value is a tensor, an array or an object.
         shape: shape of the tensor or array; () for an object.
-        is_split: whether each row of the value is a separate sample.
+        is_split: whether each row of the value is stored in a separate sample.
     """
 
     namespace: str
@@ -80,7 +81,7 @@ def _received(*values: Any) -> StoredValue:
 
     This function is called when a location from another process is unpickled.
 
-    The call also ensures that verl has an engine for refs to the value.
+    The call also ensures that an engine for refs to the value is registered with verl.
     """
     _register(None)
     return StoredValue(*values)
@@ -91,7 +92,7 @@ class _Column:
     """A value converted to rows of a field.
 
     Attributes:
-        value: location of the value, whose samples are not known yet.
+        value: location of the value; its samples are not known yet.
         rows: tensor or array of shape `(row_count, ...)`, or a list with one object.
         size_bytes: size of the rows in bytes; 0 for objects.
     """
@@ -116,7 +117,7 @@ class TqServiceStorageEngine:
     Any process may get and release values that other processes have put. As in verl's own engines, `release` frees
     values immediately, even if other processes still have refs to them.
 
-    Several threads and forked processes may use the same engine. The engine connects on first use. A pickled engine
+    Several threads and forked processes can share an engine. The engine connects on first use. A pickled engine
     contains only its settings.
 
     Args:
@@ -124,8 +125,8 @@ class TqServiceStorageEngine:
         partition_id: partition for new values. Refs to values in other partitions also work.
         namespace: namespace that isolates runs that share a service. Defaults to `TQ_NAMESPACE`.
         ttl_seconds: seconds after which the service frees unreleased values. If None, values are never freed
-            automatically. The limit applies only if this engine creates the partition, which it does when it connects
-            and after it clears the partition.
+            automatically. The limit applies only if this engine creates the partition. The engine does so when it
+            connects, and after it clears the partition.
     """
 
     backend = BACKEND
@@ -184,8 +185,8 @@ class TqServiceStorageEngine:
         Args:
             value: a tensor on any device, an array, or an object whose type is allowed in object fields.
             key_hint: prefix of the ref's `uid`.
-            spec: a verl `FieldSpec`. The ref takes its dtype from the spec. The ref takes its shape from the spec if
-                the value has none.
+            spec: a verl `FieldSpec`. The spec determines the ref's dtype. If the value has no shape, the spec also
+                determines the ref's shape.
 
         Raises:
             UnsupportedObjectError: the type of the object cannot be stored.
@@ -280,7 +281,7 @@ class TqServiceStorageEngine:
         return [None if each is None else each.result() for each in wanted]
 
     def _fetch(self, group: Sequence[_Wanted]) -> None:
-        """Fetch values of the same kind: either rows of one shape, or complete values from one field."""
+        """Fetch values of one field that are either all rows of one shape or all complete values."""
         first = group[0].value
         indexes = np.concatenate([each.indexes for each in group])
         column: Any
@@ -339,7 +340,7 @@ class TqServiceStorageEngine:
             refs: one or more refs, whose values are joined in the given order.
 
         Raises:
-            ValueError: there are no refs, a ref is None, or the values differ in dtype or row shape.
+            ValueError: `refs` is empty or contains None, or the values differ in dtype or row shape.
         """
         if not refs or any(ref is None for ref in refs):
             raise ValueError(f"refs is {list(refs)!r}; expected at least one ref and no None values")
@@ -439,7 +440,7 @@ class _Wanted:
         )  # fmt: skip
 
     def result(self) -> Any:
-        """Build the value from the fetched rows, and return the value."""
+        """Build and return the value from the fetched rows."""
         value: Any = self.rows if self.value.is_split else self.rows[0]
         if self.value.form == "array":
             value = value.numpy()
@@ -544,7 +545,7 @@ def _consolidated(values: Sequence[Any]) -> Any:
         alike = {(each.dtype, tuple(each.shape[1:])) for each in values}
         if len(has_no_rows) > 1 or len(alike) > 1:
             shapes = [f"{each.dtype} {tuple(each.shape)}" for each in values[:8]]
-            raise ValueError(f"the refs have values of {shapes}; expected the same dtype and row shape for all values")
+            raise ValueError(f"the refs' values are {shapes}; expected the same dtype and row shape for all values")
         if kinds == {torch.Tensor}:
             return torch.stack(list(values)) if has_no_rows == {True} else torch.cat(list(values))
         return np.stack(values) if has_no_rows == {True} else np.concatenate(values)
@@ -555,7 +556,7 @@ def _consolidated(values: Sequence[Any]) -> Any:
 
 
 def _described(value: Any, spec: Any) -> tuple[str, tuple[int, ...] | None]:
-    """Return the dtype and shape to set in a ref, determined as in verl's own engines."""
+    """Return the dtype and shape to set in a ref, determined in the same way as in verl's own engines."""
     given = getattr(spec, "dtype", None)
     is_column = isinstance(value, (torch.Tensor, np.ndarray))
     if given not in {None, "object"}:
@@ -592,9 +593,10 @@ def _value_of(ref: Ref) -> StoredValue:
 
 
 def install(engine: TqServiceStorageEngine | None = None, *, clear_at_exit: bool = False) -> TqServiceStorageEngine:
-    """Make an engine verl's default in this process. NeoProto then stores its values in the service.
+    """Set verl's default engine for this process. NeoProto then stores its values in the service.
 
-    Processes that only receive refs need not call `install`. Unpickling a ref creates an engine for `TQ_ADDRESS`.
+    Processes that only receive refs need not call `install`. Unpickling a ref creates an engine for the service at
+    `TQ_ADDRESS`.
 
     Args:
         engine: the engine to use. Defaults to a new engine for `TQ_ADDRESS`.

@@ -1,1 +1,1 @@
-"""The journal: a group-commit log, files of checksummed records, and encoders for records and columns."""
+"""The journal: a log with group commit, files of checksummed records, and encoders for records and columns."""

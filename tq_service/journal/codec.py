@@ -1,9 +1,9 @@
-"""Encodes dataclasses to bytes and decodes them, based on their declared fields.
+"""Converts dataclasses to bytes and back, based on their declared fields.
 
-A dataclass is encoded as a msgpack map from field names to values. Fields that hold their default value are omitted.
+A dataclass is encoded as a msgpack map from field names to values. Fields set to their default value are omitted.
 Fields declared with `field(metadata={"is_encoded": False})` are also omitted. Decoding follows the declared types, so
-older data remains readable when a field with a default is added. Decoding an unknown field raises an error that
-attributes the data to a newer version.
+older data remains readable when a field with a default is added. Decoding an unknown field raises an error, which
+states that a newer version wrote the data.
 
 Arrays are encoded as bytes. A range of consecutive integers is encoded as two numbers, regardless of its length.
 `compact` reduces the encoded size of an array but takes additional time. Object arrays may contain strings, tuples and
@@ -84,9 +84,7 @@ def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) ->
     """
     kind: Any = kinds.get(name)
     if kind is None:
-        raise NewerVersionError(
-            f"a record has the unknown kind {name!r} because a newer version wrote it; install that version"
-        )
+        raise NewerVersionError(f"a newer version wrote a record of the unknown kind {name!r}; install that version")
     value: Value = decoder(kind)(fields)
     return value
 
@@ -190,8 +188,8 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
 def compact(values: NDArray[Any]) -> Any:
     """Convert a one-dimensional array to a more compact form for `encode`. Decoding the result yields an equal array.
 
-    Integers and booleans become either runs of consecutive numbers or offsets from the minimum. Each offset takes a few
-    bytes, or none if all values are equal. Other arrays are returned unchanged.
+    Integers and booleans are represented either as runs of consecutive numbers or as offsets from the minimum. Each
+    offset takes a few bytes, or none if all values are equal. Other arrays are returned unchanged.
     """
     if values.dtype.kind not in "iub" or not values.size:
         return values
@@ -216,9 +214,7 @@ def _array(code: int, data: bytes) -> NDArray[Any]:
     if code in _DTYPES:
         return np.frombuffer(data, _DTYPES[code])
     if code > _NEAR:
-        raise NewerVersionError(
-            f"an array has the unknown kind {code} because a newer version wrote it; install that version"
-        )
+        raise NewerVersionError(f"a newer version wrote an array of the unknown kind {code}; install that version")
     values: NDArray[Any]
     content = _BOUNDS.unpack(data) if code == _RANGE else unpack(data)
     if code == _RANGE:

@@ -16,14 +16,14 @@ The log is a chain of segments. Each frame in a segment contains the records of 
     segment: "tqlog004", opening frame, frame ..., closing frame
 
 A new segment begins when the service starts, when the current segment reaches its size limit, and when a snapshot is
-taken. A snapshot and the segment that begins with it have the same number. After a snapshot is loaded, reading
-continues at the segment with the same number. Records are numbered consecutively across segments. The number of a frame
-is that of its first record.
+taken. A snapshot and the segment that begins with it have the same number. After a snapshot has been loaded, reading
+continues with the segment that has the same number. Records are numbered consecutively across segments. The number of a
+frame is the number of the frame's first record.
 
-Each boundary between two segments also uses one number. The earlier segment ends with a closing frame, which has an
-empty body and the boundary's number. The next segment has the same number in its file name and in its opening frame,
-which describes how the segment is written. If the process is killed, the current segment consists of complete frames,
-followed by at most one partial frame. A power loss may damage unsynced bytes in other ways.
+Each boundary between two segments is also assigned a number. The earlier segment ends with a closing frame, which has
+an empty body and the boundary's number. The next segment has this number in its file name and in its opening frame. The
+opening frame describes how the segment is written. If the process is killed, the current segment consists of complete
+frames, followed by at most one partial frame. A power loss may also damage unsynced bytes elsewhere in the segment.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def quarantine(path: Path, suffix: str) -> None:
 class FileWriter:
     """Writes a file that gets its final name only when it is complete and synced.
 
-    Call `commit`, or use the writer in a `with` block that ends without an error.
+    To finish the file, call `commit`, or use the writer in a `with` block that ends without an error.
 
     Attributes:
         file: file object to write the content to.
@@ -124,7 +124,7 @@ class FileWriter:
         self.file = self._partial.open("wb", buffering)
 
     def commit(self) -> None:
-        """Sync the file and give it its final name, replacing an existing file."""
+        """Sync the file and rename it to its final name, replacing any existing file."""
         with self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -222,7 +222,8 @@ def read_frame(file: BinaryIO, number: int) -> bytes:
 class Pace:
     """Pauses a thread briefly after every half millisecond of running Python code so that the event loop can run.
 
-    Without these pauses, the interpreter would switch threads only every 5 ms and delay each step of the loop.
+    Without these pauses, the interpreter would switch threads only every 5 ms, which would delay each step of the event
+    loop.
     """
 
     def __init__(self) -> None:
@@ -270,7 +271,7 @@ class RecordWriter(FileWriter):
 
 
 class Found(NamedTuple):
-    """A record, its number, and its byte position in the file."""
+    """A record with its number and its byte position in the file."""
 
     at: int
     number: int
@@ -412,8 +413,8 @@ class FoundSegment:
         size: file size in bytes.
         end: number of intact bytes read so far, not including the closing frame.
         last_number: number of the last record before `end`.
-        is_closed: whether a closing frame follows at `end`.
-        flaw: problem found at `end`, or None.
+        is_closed: whether the segment has a closing frame at `end`.
+        flaw: problem found at byte `end`, or None if there is none.
         is_synced: whether each frame of the segment was synced when it was written.
         machine_boot_id: result of `machine_boot_id()` when the segment was created.
     """
@@ -450,12 +451,12 @@ class FoundSegment:
 
     @property
     def was_being_made(self) -> bool:
-        """Whether the process was killed before it had written the entire opening frame."""
+        """Whether the process was killed before it finished writing the opening frame."""
         return not self.is_begun and self.flaw is not None and self.flaw.is_torn
 
     @property
     def is_damaged(self) -> bool:
-        """Whether the flaw must have a cause other than a killed process or a power loss."""
+        """Whether neither a killed process nor a power loss can have caused the flaw."""
         if self.flaw is None or self.flaw.is_torn or self.may_lose_tail:
             return False
         # A power loss may destroy any unsynced bytes, all of which belong to the last commit.
@@ -597,7 +598,7 @@ class FileBackend:
         return first.is_begun
 
     def _continues(self, segment: FoundSegment, following: Sequence[FoundSegment]) -> bool:
-        """Whether the next segment begins where this segment ends.
+        """Return whether the next segment begins where this one ends.
 
         Raises:
             JournalDamagedError: records are missing, and only damage can explain the loss.
@@ -658,13 +659,15 @@ class FileBackend:
                 metadata={"file": path.name, "byte": str(at), "after_record": str(self.last_number)},
             )
         _log.error(
-            LogMessage("lost records to accepted damage in the journal", file=path, byte=at or None, problem=problem)
+            LogMessage(
+                "lost records because the journal is damaged, as permitted", file=path, byte=at or None, problem=problem
+            )
         )
 
     # Writing
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Write a frame that contains the given records. If `records` is empty, begin a segment.
+        """Write a frame that contains the given records. If `records` is empty, begin a new segment.
 
         Raises:
             DiskFullError: the disk is full. A retry may succeed.
@@ -742,7 +745,10 @@ class FileBackend:
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether the disk was full and has not yet recovered; the remaining space is for records that free space."""
+        """Whether the disk has filled up and has not recovered.
+
+        If so, the remaining space is reserved for records that free space.
+        """
         if self._reserve.is_filled:
             return False
         if time.monotonic() >= self._look_at and self._segment is not None:
@@ -770,7 +776,7 @@ class FileBackend:
 
 
 class EmergencyDiskReserve:
-    """A file that reserves disk space. When the disk is full, the file is removed so that clears can still be recorded.
+    """A file that reserves disk space. When the disk is full, the file is removed to make room for recording clears.
 
     This class is thread-safe.
 
@@ -805,8 +811,8 @@ class EmergencyDiskReserve:
         if was_filled:
             _log.error(
                 LogMessage(
-                    "the disk of the data directory is full. Free some space. The reserve was released, so clears "
-                    "can still be written",
+                    "the disk of the data directory is full. The reserve was released, so clears can still be "
+                    "written. Free some space",
                     released_mib=RESERVE_BYTES >> 20,
                 )
             )

@@ -1,4 +1,4 @@
-"""The log: an ordered sequence of numbered records, committed in groups through a file or etcd backend.
+"""The log: an ordered sequence of numbered records, which a file or etcd backend commits in groups.
 
     read -> append ... wait_durable ... rotate -> close
 
@@ -33,7 +33,7 @@ class Record(NamedTuple):
 
     Attributes:
         number: position of the record in the log. The numbers increase from record to record but may have gaps.
-        stream: number of the record's stream.
+        stream: number of the stream that the record belongs to.
         data: contents of the record.
     """
 
@@ -66,7 +66,8 @@ class LogBackend(Protocol):
         is_blocking: whether `write` waits for a disk or the network and must therefore be called in a thread.
         group_bytes: maximum total size, in bytes, of the groups joined into one write.
         segment_bytes: segment size that triggers an automatic rotation.
-        patience_seconds: how long to retry writes to an unreachable backend before callers receive an error.
+        patience_seconds: time in seconds for which writes to an unreachable backend are retried before callers receive
+            an error.
     """
 
     is_blocking: bool
@@ -76,7 +77,7 @@ class LogBackend(Protocol):
 
     @property
     def last_number(self) -> int | None:
-        """Last number in use, available once `read` is exhausted, or None if this process may not write."""
+        """The last number in use, which is known once `read` is exhausted. None if this process may not write."""
         ...
 
     @property
@@ -174,7 +175,7 @@ class Log:
 
     @property
     def has_unflushed(self) -> bool:
-        """Whether any appended record is not durable yet or never will be."""
+        """Whether any appended record is not durable, including records that never will be."""
         return self._durable != self._appended or self._abandoned is not None
 
     @property
@@ -186,7 +187,8 @@ class Log:
         """Append a record to the current group and return its number. The caller must not modify the parts afterward.
 
         Raises:
-            RuntimeError: `read` has not been exhausted, this process may not write, or the log is closed.
+            RuntimeError: `read` has not yielded all records yet, this process is not allowed to write, or the log is
+                closed.
             TqError: the log was abandoned.
         """
         self._check_open()
@@ -211,12 +213,12 @@ class Log:
         return self._appended
 
     def abandon(self, error: TqError) -> None:
-        """Stop writing. Discard the records appended in this event-loop step; they may not match the state in memory.
+        """Stop writing. Discard the records appended in this event-loop step, which may not match the state in memory.
 
         Earlier groups may still be written, but callers that wait for those groups get the error.
 
         Args:
-            error: error that all current and later appends and waits raise.
+            error: error raised by all current and later appends and waits.
         """
         if self._abandoned is None:
             self._abandoned = error
@@ -257,7 +259,8 @@ class Log:
 
         Raises:
             DiskFullError, JournalUnreachableError: the write failed, and the next call will retry the write.
-            TqError: the records will never be durable. The process must exit, because its memory is ahead of the log.
+            TqError: the records can no longer become durable. The process must exit, because its memory contains
+                changes that are missing from the log.
         """
         number = self._appended if number is None else number
         if self._durable >= number and self._abandoned is None:
@@ -333,7 +336,7 @@ class Log:
             raise
 
     def _join_groups(self) -> list[NewRecord]:
-        """Join the next groups in the queue, up to the next rotation or the maximum size."""
+        """Combine the records of the next groups in the queue, up to the next rotation or the maximum size."""
         records, size = self._queue.popleft()
         while records and size < self.backend.group_bytes and self._queue and self._queue[0][0]:
             group, group_bytes = self._queue.popleft()

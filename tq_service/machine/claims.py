@@ -1,7 +1,7 @@
 """Changes to a task's consumption: claims, acknowledgements, releases, leases and epochs.
 
-In each change, `check` validates the change against the task and its claims, and finds the affected rows. The method
-`make` then updates the task's ledger and records the consequences.
+Each change has a method `check`, which validates the change against the task and its claims, and finds the affected
+rows. The method `make` then updates the task's ledger and records the consequences.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TaskSeen(Change):
         return None if self.task_name in partition.tasks else partition
 
     def apply(self, state: State, prepared: Partition, step: Step) -> TaskLedger:
-        """Create the ledger of the task."""
+        """Create the task's ledger."""
         step.tasks.append((prepared, self.task_name))
         return prepared.open_task(self.task_name)
 
@@ -79,12 +79,12 @@ class TaskForgotten(TaskChange):
     """A task without history was removed, because all its requests had been rejected."""
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None if the task has a history or was declared with the partition, otherwise True."""
+        """Return True if the task can be forgotten, or None if it has a history or was declared with the partition."""
         is_declared = self.task_name in partition.settings.known_tasks
         return None if is_declared or not task.is_unused else True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
-        """Remove the ledger of the task."""
+        """Remove the task's ledger."""
         partition.forget_task(task.name)
 
 
@@ -96,8 +96,8 @@ class SamplesClaimed(TaskChange):
 
     Attributes:
         plan: samples planned for each rank or for the queue worker.
-        batch_spec: arguments of a request for a batch or a named claim; None for an unnamed claim.
-        request_id: id of a queue worker's request; empty for a batch.
+        batch_spec: arguments of the request for a batch or a named claim, or None for an unnamed claim.
+        request_id: id of a queue worker's request, or empty for the batch of all ranks.
         lease: lease terms of a queue worker's claim. None means that delivered samples need no acknowledgement.
         claim_name: name with which a queue worker can request the claim again; empty for an unnamed claim.
     """
@@ -136,12 +136,13 @@ class SamplesClaimed(TaskChange):
 class EndReached(TaskChange):
     """The ranks of a task, or a queue worker's named claim, reached the end of the data.
 
-    In this epoch, no more batches are returned to the ranks or under the claim's name.
+    For the rest of this epoch, the ranks, or calls with the claim's name, receive no more batches.
 
     Attributes:
         end: sample counts returned to calls that reach the end of the data.
         dp_size: number of ranks; None if a queue worker's named claim reached the end.
-        claim_name: name of the queue worker's claim. All later calls with this name also report the end of the data.
+        claim_name: name of the queue worker's claim. Every later call with this claim name also reports the end of the
+            data.
     """
 
     end: EndCounts
@@ -162,14 +163,14 @@ class EndReached(TaskChange):
 class ClaimReleased(TaskChange):
     """A queue worker's claim was released, which made its remaining samples claimable again.
 
-    Samples that have already been acknowledged or released are ignored. An unknown claim is also ignored, because a
-    client may release it without having received a response to the claim. If the claim shares its lease, the slots of
-    unfinished prompts are removed (see `SharedLease`).
+    Samples that have already been acknowledged or released are ignored. Unknown claims are also ignored, because a
+    client may release a claim whose response it never received. If the claim shares its lease, the slots of unfinished
+    prompts are removed (see `SharedLease`).
 
     Attributes:
         global_indexes: leased samples to release. None releases all remaining samples.
-        is_final: whether to reject later calls with this request_id. False if no client received the response, because
-            a client may then retry the request with this id.
+        is_final: whether to reject later calls with this request_id. False if the response reached no client, because a
+            client may then retry the request with this id.
     """
 
     request_id: bytes
@@ -181,7 +182,8 @@ class ClaimReleased(TaskChange):
 
         Raises:
             LeaseExpiredError: the lease on a listed sample has expired.
-            InvalidArgumentError: only some samples of an indivisible group, or of a claim without a lease, are listed.
+            InvalidArgumentError: the list contains only some samples of an indivisible group or of a claim without a
+                lease.
         """
         rows, claim = self.global_indexes, task.claims.get(self.request_id)
         if rows is not None and task.ended.has_expired(self.request_id):
@@ -210,7 +212,7 @@ class ClaimReleased(TaskChange):
 
 
 class ClaimAcked(TaskChange):
-    """Leased samples were acknowledged, which consumed them or made them claimable for their next use.
+    """Leased samples were acknowledged, and are now consumed or claimable for their next use.
 
     Samples that are done, failed or cleared are ignored, because no other worker will process them.
 
@@ -227,7 +229,7 @@ class ClaimAcked(TaskChange):
         Return None if the claim leases none of the listed samples.
 
         Raises:
-            LeaseExpiredError: the lease on some of the samples has ended; no samples are acknowledged.
+            LeaseExpiredError: the lease on some of the samples has ended, so no samples are acknowledged.
             InvalidArgumentError: some samples were never in the claim, or only some samples of an indivisible group are
                 listed.
             PreconditionError: the claim was made without a lease.
@@ -252,7 +254,7 @@ class ClaimExtended(TaskChange):
 
         Raises:
             LeaseExpiredError: the lease has expired, or the claim was released.
-            PreconditionError: no samples are leased, or the claim was made without a lease.
+            PreconditionError: the claim was made without a lease, or has no leased samples.
         """
         claim = task.claims.get(self.request_id)
         if claim is None or task.ended.has_expired(self.request_id):
@@ -299,7 +301,7 @@ class LeaseExpired(TaskChange):
 
 
 class ConsumptionReset(TaskChange):
-    """A task's consumption was reset, which started its next epoch.
+    """A task's consumption was reset, and the task's next epoch began.
 
     Attributes:
         keep_consumed: whether consumed samples remain consumed. Leased and dead-lettered samples always become
@@ -345,7 +347,7 @@ class ConsumptionReset(TaskChange):
 
 
 class TaskAdvanced(TaskChange):
-    """The trainer of a task reported its progress.
+    """A trainer reported its progress in a task.
 
     Attributes:
         trained: batch_index of the last trained batch, or None if not reported. All earlier batches count as trained.
@@ -357,7 +359,7 @@ class TaskAdvanced(TaskChange):
     saved: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[int, int] | None:
-        """Return `trained` and `saved`, with -1 for a value that was not reported, or None if neither has increased.
+        """Return `trained` and `saved`, with -1 for an unreported value. If neither has increased, return None.
 
         Raises:
             InvalidArgumentError: a reported batch has not been planned.
@@ -385,16 +387,16 @@ class TaskAdvanced(TaskChange):
 
 
 class RanksRestarted(TaskChange):
-    """The ranks of a task restarted in a new epoch, after the last trained batch.
+    """The ranks of a task began a new epoch with the batch after the last trained batch.
 
     Calls from the old ranks are rejected.
 
     Attributes:
         dp_size: new number of ranks.
         trained: batch_index of the last trained batch; -1 if no batch was trained.
-        epoch: epoch in which the old ranks ran. The epoch prevents a repeated call from restarting the ranks twice. The
-            ranks have already restarted if this epoch has ended, the task has `dp_size` ranks, and no batch after
-            `trained` has been trained. If None, the ranks always restart.
+        epoch: epoch that ends when the ranks restart. The epoch ensures that a repeated call does not restart the ranks
+            a second time. The ranks have already restarted if this epoch has ended, the task has `dp_size` ranks, and
+            no batch after `trained` has been trained. If None, the ranks always restart.
     """
 
     dp_size: int
@@ -402,12 +404,12 @@ class RanksRestarted(TaskChange):
     epoch: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None if the ranks have already restarted, otherwise True.
+        """Return True if the ranks have not restarted yet, otherwise None.
 
         Raises:
             StaleEpochError: the task has not reached `epoch`.
             InvalidArgumentError: `dp_size` or `trained` is out of range.
-            SamplesClearedError: samples of a batch after `trained` have been released.
+            SamplesClearedError: samples of a batch that follows batch `trained` have been released.
         """
         check_range("dp_size", self.dp_size, 1, MOST_RANKS)
         if self.epoch is not None and self.epoch != task.epoch:
@@ -428,7 +430,7 @@ class RanksRestarted(TaskChange):
         return True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> tuple[int, int]:
-        """Restart the ranks, and return how many trained batches and samples are planned again."""
+        """Restart the ranks, and return how many already trained batches and samples will be planned again."""
         before = task.trained
         repeated = task.claim[task.rows_of_batches(self.trained, before)] != DROPPED
         later = task.rows_of_batches(min(before, self.trained), task.next_batch_index)
@@ -486,7 +488,7 @@ class GroupsKept(TaskChange):
     kept_groups: int | None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None if the value has not changed, otherwise True."""
+        """Return True if the value has changed, otherwise None."""
         return None if task.kept_groups == self.kept_groups else True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
@@ -496,7 +498,7 @@ class GroupsKept(TaskChange):
 
 
 def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Indexes:
-    """Return the rows of a claim that are held slots without data. Data in fields shared by a group does not count."""
+    """Return the claimed rows that are held slots without data. Fields shared by a group are ignored."""
     if claim.lease is None or claim.lease.on_lost is None:
         return positions[:0]
     is_empty = partition.state[positions] == HELD
@@ -515,14 +517,14 @@ def acknowledge(partition: Partition, acked: Acked, step: Step) -> None:
 
 
 def finish_prompts(partition: Partition, acked: Acked, step: Step) -> None:
-    """Acknowledge the finished prompts, which are those whose slots are all live."""
+    """Acknowledge the finished prompts, that is, the prompts whose slots are all live."""
     shared = SharedLease.of(partition, acked.task, acked.claim)
     if shared is not None and acked.claim is shared.slots.claim:
         shared.acknowledge_finished(shared.prompts.task.left(shared.prompts.claim), step)
 
 
 def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes, step: Step) -> int:
-    """Acknowledge samples, end the slots of prompts among them, and return the number of given samples."""
+    """Acknowledge samples, and end the slots of any prompts among them. Return the number of given samples."""
     shared, rows = SharedLease.of(partition, task, claim), partition.table.index[positions]
     _consume(Leased(partition, task, claim), positions, step)
     if shared is not None and claim is shared.prompts.claim:
@@ -583,7 +585,7 @@ class SharedLease(NamedTuple):
     The slots were created for the prompts. Each prompt has the same number of slots, and the slots are in prompt order.
     A prompt is finished when all its slots are live. A claimable prompt has no slots, so generating its group again
     does not create duplicates. One of the two claims may no longer exist, for example because its partition was
-    cleared. In that case, the other claim keeps an ordinary lease.
+    cleared. In that case, the remaining claim has an ordinary lease.
     """
 
     prompts: Leased
@@ -615,12 +617,12 @@ class SharedLease(NamedTuple):
         return positions[positions >= 0]
 
     def _leased(self, positions: Indexes) -> Indexes:
-        """Return the slots in `positions` that their claim still leases."""
+        """Return the slots in `positions` that are still leased under this claim."""
         leased: Indexes = positions[self.slots.task.claim[positions] == self.slots.claim.mark]
         return leased
 
     def acknowledge_finished(self, positions: Indexes, step: Step) -> Indexes:
-        """Acknowledge the finished prompts in `positions` and their slots, and return the unfinished prompts."""
+        """Acknowledge those prompts in `positions` that are finished, and their slots; return the other prompts."""
         rows = self.prompts.claim.rows
         by_prompt, states = self._slots_by_prompt(rows), self.slots.partition.state
         is_finished = ((by_prompt >= 0) & (states[by_prompt] == LIVE)).all(axis=1)
@@ -649,7 +651,7 @@ class SharedLease(NamedTuple):
             clear_rows(self.slots.partition, positions, step)
 
     def leave_to_slots(self, rows: Indexes, step: Step) -> None:
-        """Acknowledge prompts whose released slots still exist, because other workers will fill them."""
+        """Acknowledge prompts whose released slots still exist, because other workers will fill these slots."""
         by_prompt = self.slots.claim.rows.reshape(self.prompts.claim.rows.size, -1)
         is_left = self.slots.partition.table.find(rows) >= 0
         kept = self.prompts.claim.rows[np.isin(by_prompt, rows[is_left]).any(axis=1)]
@@ -725,7 +727,7 @@ def check_growing(partition: Partition, claim: LeasedClaim | None, positions: In
 
 
 class Acked(NamedTuple):
-    """The samples that a write acknowledges: a claim, and the positions of the samples that the claim still leases."""
+    """The samples of a claim that a write acknowledges. `positions` lists only samples that the claim still leases."""
 
     task: TaskLedger
     claim: Claim
@@ -733,7 +735,7 @@ class Acked(NamedTuple):
 
 
 def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_gathered: bool) -> Acked | None:
-    """Find the samples that a write acknowledges, including those dropped by the claim's plan.
+    """Return the samples that a write acknowledges, including those that the claim's plan dropped.
 
     Args:
         partition: partition that contains the samples.
@@ -746,8 +748,8 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
 
     Raises:
         LeaseExpiredError, PreconditionError, TaskNotFoundError: see `check_claim`.
-        InvalidArgumentError: some samples were never in the claim, or are only part of an indivisible group. A write
-            that combines several puts is also rejected if the claim keeps groups together.
+        InvalidArgumentError: some samples were never in the claim, or only some samples of an indivisible group are
+            listed. The error is also raised if the write combines several puts and the claim keeps groups together.
     """
     task = partition.known_task(leased.task_name)
     claim = task.claims.get(leased.request_id)
@@ -766,7 +768,7 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
 def _find_acked(
     partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None
 ) -> tuple[Claim, Indexes] | None:
-    """Return the claim and the positions of the given samples that it leases, or None if it leases none of them."""
+    """Return the claim and the positions of the given samples that still belong to it, or None if none do."""
     _check_leased(partition, task, request_id, rows)
     claim = task.claims.get(request_id)
     if claim is None:
@@ -776,7 +778,7 @@ def _find_acked(
 
 
 def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
-    """Raise an error unless the claim leases or has acknowledged the given samples.
+    """Raise an error unless each given sample is still leased under the claim or was acknowledged under it.
 
     If `rows` is None, all samples of the claim are checked.
     """
@@ -812,13 +814,13 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
 def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | None) -> Indexes:
     """Return the positions of the given samples that still belong to a claim (see `TaskLedger.left`).
 
-    If `rows` is None, return all samples of the claim. Callers always list every row that the plan dropped, even if
-    they list only some of the plan's samples. A dropped row is therefore returned if the remaining members of its group
-    are returned, and only then. If no other members remain, a dropped row is returned if it is listed.
+    If `rows` is None, return all samples of the claim. A caller that lists only some of the plan's samples still lists
+    every row that the plan dropped. Therefore, a dropped row is returned if and only if the remaining members of its
+    group are returned. If the group of a dropped row has no remaining members, the row is returned if it is listed.
 
     Raises:
-        InvalidArgumentError: only some samples of an indivisible group, or of a claim without a lease, are listed. The
-            others could never be delivered as a complete group.
+        InvalidArgumentError: the list contains only some samples of an indivisible group or of a claim without a lease.
+            The remaining samples could never be delivered as a complete group.
     """
     table, positions = partition.table, task.left(claim)
     if rows is None:
@@ -866,8 +868,8 @@ def _group_ids(partition: Partition, task: TaskLedger, claim: Claim, positions: 
 def _lease_of(task: TaskLedger, claim: Claim) -> LeaseTerms:
     if claim.lease is None:
         raise PreconditionError(
-            f"this claim of task {task.name!r} was made without a lease, so its samples were done on delivery. Claim "
-            f"with a lease to acknowledge samples, or write without passing a claim",
+            f"this claim of task {task.name!r} was made without a lease, so its samples were consumed on delivery. "
+            f"Claim with a lease to acknowledge samples, or write without passing a claim",
             metadata={"task_name": task.name},
         )
     return claim.lease

@@ -1,4 +1,4 @@
-"""A change that evicts units a task can never consume, and requests replacements."""
+"""A change that evicts units that a task can never consume, and requests replacements for these units."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _REASONS: dict[int, EvictionReason] = dict(zip(EvictionCode, get_args(EvictionRe
 
 
 class UnitsEvicted(Change):
-    """Samples, rollouts or groups that a task can never consume were marked as failed, or cleared, for all tasks.
+    """Samples, rollouts or groups that a task can never consume were cleared or marked as failed for all tasks.
 
     Attributes:
         partition_id: partition that contains the units.
         task_name: name of the task whose claim evicted the units.
-        evicted: units, with the reason for each eviction.
+        evicted: evicted units, each with the reason for its eviction.
         action: whether the samples were marked as failed or cleared.
-        version: policy version at the time of the eviction, recorded with each unit; None if there is no policy.
+        version: policy version at the time of the eviction, or None if there is no policy. The version is recorded with
+            each unit.
         refill: task that regenerates the units, or None.
     """
 
@@ -40,7 +41,7 @@ class UnitsEvicted(Change):
     refill: Refill | None = None
 
     def prepare(self, state: State) -> tuple[Partition, TaskLedger, Indexes]:
-        """Return the partition, the ledger of the task, and the positions of the samples to evict."""
+        """Return the partition, the task's ledger, and the positions of the samples to evict."""
         partition = state.partition(self.partition_id)
         return partition, partition.known_task(self.task_name), partition.positions_of(self.evicted.rows)
 
@@ -91,13 +92,13 @@ class UnitsEvicted(Change):
         return self.evicted.sizes.size
 
     def _unit(self, is_whole: bool, group: str | None, rollout: str | None) -> BatchUnit:
-        """Return the kind of an evicted unit. A rollout without a group counts as a group."""
+        """Return whether an evicted unit is a sample, rollout or group. A rollout without a group counts as a group."""
         if not is_whole:
             return "sample"
         return "rollout" if rollout and (self.evicted.unit == "rollout" or not group) else "group"
 
     def _refill(self, state: State, names: list[str | None], step: Step) -> Sequence[RefillOutcome | None]:
-        """Make the samples with the given keys claimable again for the task in `refill`, and return each outcome."""
+        """Make the samples with the given keys claimable again for the task in `refill`, and return the outcomes."""
         if self.refill is None:
             return [None] * len(names)
         partition = state.partitions.get(self.refill.partition_id)

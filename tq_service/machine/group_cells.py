@@ -1,4 +1,4 @@
-"""Changes to cells that the samples of a group share, and to groups created before their samples.
+"""Changes to cells shared by a group's samples, and to groups created before their samples.
 
 put_groups before the samples --> group without members -- first sample --> group -- last sample cleared --> removed
                                       | clear_samples(groups=), seal
@@ -27,12 +27,12 @@ from tq_service.state.plan import Indexes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedGroupWrite:
-    """A put of groups that has been validated against the current state of the partition.
+    """A put to groups, after validation against the partition's current state.
 
     Attributes:
         partition: partition that contains the groups.
-        named: existing and new groups in the put.
-        specs: specs that the written fields have after the put.
+        named: groups named in the put, both existing and new.
+        specs: specs of the written fields after the put.
     """
 
     partition: Partition
@@ -41,7 +41,7 @@ class CheckedGroupWrite:
 
 
 class GroupsWritten(Change):
-    """Values shared by the samples of groups were written. Missing groups were created.
+    """Values shared by the samples of one or more groups were written. Missing groups were created.
 
     Attributes:
         names: names of the groups, without duplicates.
@@ -107,7 +107,7 @@ class GroupsRemoved(Change):
     names: Sequence[str]
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the named groups without samples. Return None if all groups have samples."""
+        """Find the groups in `names` that have no samples. Return None if all groups have samples."""
         partition = state.partition(self.partition_id)
         named = partition.groups.named(self.names)
         slots = named.slots[(named.slots >= 0) & ~named.has_members]
@@ -124,8 +124,8 @@ class GroupsRemoved(Change):
 def _check_names(names: Sequence[str]) -> None:
     if not names or "" in names:
         raise InvalidArgumentError(
-            f"groups has {len(names)} names{', one of them empty' if names else ''}; expected one group name per "
-            f"row of the put",
+            f"groups has {len(names)} names{', including an empty name' if names else ''}; expected one group name "
+            f"per row of the put",
             field="groups",
         )
     if len(set(names)) != len(names):
@@ -141,8 +141,9 @@ def _check_field(partition: Partition, name: str) -> None:
     if name not in partition.cells.shared:
         shared = ", ".join(map(repr, sorted(partition.cells.shared))) or "none"
         raise InvalidArgumentError(
-            f"field {name!r} of partition {partition.partition_id!r} does not have group scope (fields that do: "
-            f"{shared}). Put the field for samples, or declare it with group scope when creating the partition",
+            f"field {name!r} of partition {partition.partition_id!r} does not have group scope; fields with "
+            f"group scope: {shared}. Put the field with samples, or declare it with group scope when creating the "
+            "partition",
             field="columns",
             metadata={"field_name": name},
         )
@@ -151,7 +152,7 @@ def _check_field(partition: Partition, name: str) -> None:
 def _check_write_once(
     partition: Partition, columns: Sequence[ColumnWrite], names: Sequence[str], slots: Indexes
 ) -> None:
-    """Raise AlreadyExistsError if an existing group already has a value in a write-once field of this put."""
+    """Raise AlreadyExistsError if a group already has a value in a write-once field that the put writes."""
     for name in partition.cells.write_once.intersection(column.spec.name for column in columns):
         is_there = (slots >= 0) & (partition.cells.fields[name].cell[slots] >= 0)
         if is_there.any():

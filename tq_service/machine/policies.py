@@ -26,7 +26,7 @@ class VersionPublished(Change):
     rewind: bool = False
 
     def prepare(self, state: State) -> bool | None:
-        """Return None if this version has already been published, otherwise True.
+        """Return True if this version has not been published yet, otherwise None.
 
         Raises:
             VersionError: the version is lower than the published one, and `rewind` is not set.
@@ -57,7 +57,7 @@ class VersionPublished(Change):
 
 
 def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple[str, str], int]) -> None:
-    """Raise an error if a version is too high for the number of batches trained since the last publication.
+    """Raise an error if a new version exceeds what the batches trained since the last publication allow.
 
     For tasks with a `max_staleness`, each version corresponds to one batch. The new version may therefore exceed the
     published one by at most the number of batches trained since that publication. See "The bound" in
@@ -92,7 +92,7 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
 
 
 def _bounded(state: State, policy: str) -> Iterator[tuple[Partition, TaskLedger]]:
-    """Yield the partition and ledger of each task that has outstanding work and whose staleness the policy bounds."""
+    """Yield the partition and ledger of each task that has outstanding work and bounds its staleness by `policy`."""
     for partition in state.partitions.values():
         admission = partition.settings.bounded_admission
         if admission is not None and admission.policy == policy:
@@ -107,16 +107,17 @@ class PolicyRemoved(Change):
     policy: str
 
     def prepare(self, state: State) -> bool | None:
-        """Return None if the policy does not exist, otherwise True.
+        """Return True if the policy exists, otherwise None.
 
         Raises:
-            PreconditionError: the policy bounds the staleness of outstanding work.
+            PreconditionError: a staleness limit on outstanding work depends on the policy.
         """
         if (bounded := next(_bounded(state, self.policy), None)) is not None:
             partition, task = bounded
             raise PreconditionError(
-                f"policy {self.policy!r} limits the staleness of {task.outstanding_count} outstanding units of task "
-                f"{task.name!r} of partition {partition.partition_id!r}. Clear the partition first",
+                f"could not remove policy {self.policy!r}, because it bounds the staleness of "
+                f"{task.outstanding_count} outstanding units of task {task.name!r} in partition "
+                f"{partition.partition_id!r}. Clear the partition first",
                 reason="STALENESS_BOUNDED",
                 metadata={"partition_id": partition.partition_id, "task_name": task.name},
             )

@@ -16,7 +16,7 @@ from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, LIVE, distinc
 
 
 def set_state(partition: Partition, code: int, positions: Indexes, step: Step) -> None:
-    """Set the state of rows that have not failed. If the new state is LIVE, their age is reset."""
+    """Set the state of rows that have not failed. If the new state is LIVE, reset the age of these rows."""
     changed = positions[partition.state[positions] != code]
     if changed.size == 0:
         return
@@ -36,7 +36,7 @@ def set_state(partition: Partition, code: int, positions: Indexes, step: Step) -
 
 
 def clear_rows(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Remove the rows at distinct positions from the partition and from the ledgers of its tasks."""
+    """Remove rows from the partition and from its tasks' ledgers. `positions` must be distinct."""
     step.freed += partition.cells.free_rows(positions)
     keys = None if partition.key.is_blank else partition.key[positions]
     step.removed.append((partition, partition.table.index[positions], keys))
@@ -65,7 +65,7 @@ def remove_groups(partition: Partition, slots: Indexes, step: Step) -> None:
 
 
 def begin_groups(partition: Partition) -> None:
-    """Stop skipping rows: the first group has been named, so blocks of rows no longer count as groups."""
+    """Stop skipping rows, because the first group has been named and blocks of rows no longer count as groups."""
     for task in partition.tasks.values():
         if (taken := task.unskip()).size:
             partition.notify_rows(partition.table.index[taken])
@@ -118,7 +118,7 @@ def with_groups(partition: Partition, positions: Indexes, *, are_complete: bool)
     Args:
         partition: partition that contains the rows.
         positions: distinct positions of the rows.
-        are_complete: whether to exclude groups whose declared size or rollouts allow further members.
+        are_complete: whether to exclude groups that can still gain members, given their declared size or rollouts.
     """
     groups = partition.groups
     if not groups.in_use:
@@ -132,7 +132,7 @@ def with_groups(partition: Partition, positions: Indexes, *, are_complete: bool)
 
 
 def whole_groups(partition: Partition, positions: Indexes, is_chosen: NDArray[np.bool_]) -> Indexes:
-    """Return the chosen rows that have no group or whose group consists only of chosen rows.
+    """Return the chosen rows, excluding those whose group also contains rows that were not chosen.
 
     `positions` must contain all members of each group.
     """
@@ -145,7 +145,7 @@ def whole_groups(partition: Partition, positions: Indexes, is_chosen: NDArray[np
 
 
 def skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
-    """For each task, skip the remaining members of the rows' groups if a group has lost a member."""
+    """For each task, if a group of the given rows has lost a member, skip the group's remaining members."""
     for task in partition.tasks.values():
         skip_lost_groups(partition, task, positions, step)
 
@@ -153,12 +153,12 @@ def skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
 def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes | None, step: Step) -> None:
     """If the task keeps groups together, skip the pending members of groups that have permanently lost a member.
 
-    A member is lost if it failed, was cleared, or was dead-lettered by the task. Rows that are being cleared already
-    have the state CLEARED, but their values in all other columns still exist.
+    A member counts as lost if it has failed, has been cleared, or has been dead-lettered by the task. Rows that are
+    being cleared already have the state CLEARED, but their values in all other columns still exist.
 
     Args:
         partition: partition that contains the rows.
-        task: ledger of the task.
+        task: the task's ledger.
         positions: positions of rows whose groups may have lost or gained a member. If None, all rows are checked.
         step: current step.
     """

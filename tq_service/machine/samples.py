@@ -1,7 +1,7 @@
 """Changes to partitions (create, seal, clear) and to samples (add, write, clear).
 
 A write identifies existing samples by global index or key. New samples need neither an index nor a key. `check_write`
-finds the samples and validates the write against them. Its result is valid until the partition's `mark` changes.
+finds the samples and validates the write against them. The result remains valid until the partition's `mark` changes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PartitionCreated(Change):
 
 
 class PartitionSealed(Change):
-    """A partition was sealed by a request, so it accepts no new samples. Writes can also seal their partitions."""
+    """A partition was sealed by a request, so it accepts no new samples. A write can also seal its partition."""
 
     partition_id: str
 
@@ -114,7 +114,7 @@ class PartitionCleared(Change):
 
 
 class SnapshotNeeded(Exception):  # noqa: N818  (not an error, and never sent to a client)
-    """Raised if the next log entry builds on a newer snapshot than the controller has loaded.
+    """Raised if the next log entry builds on a newer snapshot than the one that the controller has loaded.
 
     Attributes:
         number: number of the oldest usable snapshot.
@@ -126,10 +126,10 @@ class SnapshotNeeded(Exception):  # noqa: N818  (not an error, and never sent to
 
 
 class StateReplaced(Change):
-    """A checkpoint was restored, so a snapshot from outside the log replaced the state.
+    """The state was replaced by a snapshot from outside the log, because a checkpoint was restored.
 
     Attributes:
-        snapshot_number: number of the snapshot on which later log entries build.
+        snapshot_number: number of the snapshot to which later log entries apply.
     """
 
     snapshot_number: int
@@ -138,7 +138,7 @@ class StateReplaced(Change):
         """Return the state.
 
         Raises:
-            SnapshotNeeded: the state was loaded from an earlier snapshot.
+            SnapshotNeeded: the state was loaded from a snapshot earlier than `snapshot_number`.
         """
         if state.snapshot_number < self.snapshot_number:
             raise SnapshotNeeded(self.snapshot_number)
@@ -162,7 +162,7 @@ class SampleWrite:
         ends_rollouts: whether the write closes the samples' rollouts, which then accept no further samples.
         rows_per_put: number of rows per put if the write combines several puts; 0 for a single put.
         put: put that contains the columns. None if the write sets only metadata or state.
-        columns: columns that the put contains.
+        columns: specs and sizes of the put's columns.
         claim: leased claim that must contain the samples in `global_indexes`. None if the write does not require a
             claim.
         acks: leased claim whose samples the write also acknowledges, or None.
@@ -172,8 +172,8 @@ class SampleWrite:
             cells.
 
     Raises:
-        InvalidArgumentError: the samples must exist but have no indexes or keys, the number of rows is not a multiple
-            of `rows_per_put`, or an append also changes other data.
+        InvalidArgumentError: the write requires existing samples but specifies no indexes or keys, the number of rows
+            is not a multiple of `rows_per_put`, or an append also changes other data.
     """
 
     row_count: int
@@ -202,7 +202,7 @@ class SampleWrite:
             )
         if self.key_mode == "existing" and self.keys is None and self.global_indexes is None:
             raise InvalidArgumentError(
-                "key_mode is existing, but neither keys nor global_indexes is set; pass one of them",
+                "key_mode is 'existing', but neither keys nor global_indexes is set; pass one of them",
                 field="key_mode",
             )
         if self.rows_per_put < 0 or (self.rows_per_put and self.row_count % self.rows_per_put):
@@ -237,9 +237,9 @@ class SampleWrite:
 
     @property
     def may_add_samples(self) -> bool:
-        """Whether the write may add samples.
+        """Whether the write can add samples.
 
-        A write may add samples if it identifies no existing samples, or if its keys need not exist.
+        A write can add samples if it identifies no existing samples, or if its keys need not exist.
         """
         return self.global_indexes is None and (self.keys is None or self.key_mode != "existing")
 
@@ -252,10 +252,11 @@ class CheckedWrite:
         positions: array of shape `(n,)` with the position of each written row, or -1 for a new row. None if all rows
             are new.
         new_count: number of new rows.
-        groups: groups and rollouts that the new rows join. None if the write specifies neither.
-        specs: specs that the written fields have after the write.
+        groups: groups and rollouts that the new rows join, or None if the write specifies no groups or rollouts.
+        specs: specs of the written fields after the write.
         acked: samples that the write acknowledges, or None if it acknowledges none.
-        mark: value of `Partition.mark` when the write was validated. The validation holds until the mark changes.
+        mark: value of `Partition.mark` at the time when the write was validated. The write need not be validated again
+            until the mark changes.
     """
 
     partition: Partition
@@ -270,13 +271,13 @@ class CheckedWrite:
     def is_current(self) -> bool:
         """Whether the validation still holds.
 
-        Always False if the write acknowledges samples, because the mark does not track claims.
+        The result is always False if the write acknowledges samples, because the mark does not track claims.
         """
         return self.acked is None and self.mark == self.partition.mark
 
     @property
     def is_new(self) -> slice | NDArray[np.bool_]:
-        """Index that selects the new rows from an array in row order."""
+        """Index that selects the entries of new rows from an array with one entry per written row."""
         return slice(None) if self.positions is None else self.positions < 0
 
 
@@ -388,7 +389,7 @@ class SamplesTruncated(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples to truncate, or return None if no cell would change."""
+        """Return the rows to truncate, or None if no cell would change."""
         partition = state.partition(self.partition_id)
         if self.global_indexes.size == 0 or self.lengths.size != self.global_indexes.size or self.lengths.min() < 0:
             raise InvalidArgumentError(
@@ -426,7 +427,7 @@ class GroupsClosed(Change):
     rollouts: Sequence[str] = ()
 
     def prepare(self, state: State) -> FoundRows:
-        """Return the partition and the slots of the groups and rollouts."""
+        """Return the partition, and the slots of the groups and rollouts to close."""
         partition = state.partition(self.partition_id)
         return partition, partition.groups.slots_of(self.names, self.rollouts)
 
@@ -479,7 +480,7 @@ class FoundCells(NamedTuple):
 
 
 class CellsCleared(Change):
-    """The cells of some fields were cleared, without removing samples or groups.
+    """The cells of some fields were cleared, but no samples or groups were removed.
 
     Fields, samples and groups that do not exist are ignored.
 
@@ -496,7 +497,7 @@ class CellsCleared(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundCells | None:
-        """Find the cells to clear, or return None if there are none."""
+        """Return the cells to clear, or None if there are none."""
         partition = state.partition(self.partition_id)
         check_claim(partition, self.claim, self.global_indexes)
         known = [each for name in self.field_names if (each := partition.cells.fields.get(name)) is not None]
@@ -529,7 +530,7 @@ class SamplesExpired(Change):
     before: float
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples to release, or return None if there are none. Groups are released only as a whole."""
+        """Find the samples to release, or return None if there are none. A group is released only as a whole."""
         partition = state.partition(self.partition_id)
         table = partition.table
         is_old = (partition.since[: table.count] < self.before) & (partition.state[: table.count] != CLEARED)
@@ -591,7 +592,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
 
 
 def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
-    """Return the number of new rows in each put of a write."""
+    """Return, for each put in a write, how many of its rows are new."""
     if not write.rows_per_put:
         return [checked.new_count]
     if checked.positions is None:
@@ -666,7 +667,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
         if count >= expected:
             raise PartitionSealedError(
                 f"partition {partition.partition_id!r} has expected_samples {expected}, so it would be sealed with "
-                f"{count} samples before the last of the combined puts. Send each put separately",
+                f"{count} samples before the last of the combined puts is added. Send each put separately",
                 metadata={"partition_id": partition.partition_id},
             )
     return checked
@@ -683,7 +684,7 @@ def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes 
     for name in partition.cells.shared.intersection(column.spec.name for column in write.columns):
         raise InvalidArgumentError(
             f"field {name!r} of partition {partition.partition_id!r} has group scope, but the put has a value for "
-            f"each of {write.row_count} samples. Pass one value per group in a put of groups instead",
+            f"each of {write.row_count} samples. Instead, pass one value per group in a put of groups",
             field="columns",
             metadata={"field_name": name},
         )
@@ -695,7 +696,7 @@ def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes 
 
 
 def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, before: Indexes) -> list[FieldSpec]:
-    """Validate an append to held samples with cells of length `before`, and return the field specs after the append."""
+    """Validate an append to held samples whose cells have the lengths `before`. Return the resulting field specs."""
     check_growing(partition, write.claim, positions)
     specs = partition.cells.appended_specs(write.columns)
     for spec in specs:
@@ -726,8 +727,8 @@ def _check_ragged(partition: Partition, name: str) -> None:
     """
     if name in partition.cells.shared:
         raise InvalidArgumentError(
-            f"field {name!r} has group scope; expected a field with one value per sample. Put the entire field with a "
-            "put of groups",
+            f"field {name!r} has group scope; expected a field with one value per sample. Put the entire field in a "
+            "put of groups instead",
             field="data_fields",
             metadata={"field_name": name},
         )
@@ -748,7 +749,7 @@ def _check_ragged(partition: Partition, name: str) -> None:
 def _check_lengths(
     partition: Partition, name: str, positions: Indexes, expected: Indexes, *, at_least: bool = False
 ) -> Indexes:
-    """Return the lengths of the cells. Raise PreconditionError if they differ from the expected lengths.
+    """Return the lengths of the cells, or raise PreconditionError if they differ from the expected lengths.
 
     If `at_least` is True, cells may also be longer than expected.
     """
@@ -774,15 +775,15 @@ def _check_lengths(
 
 
 def _check_not_bounded(partition: Partition, write: SampleWrite, new_count: int) -> None:
-    """Raise an error if staleness is bounded and a write adds samples without slots or sets start versions."""
+    """If staleness is bounded, raise an error for a write that adds samples without slots or sets start versions."""
     _check_start_version(partition, write.meta)
     bounded = partition.settings.bounded_admission
     if bounded is not None and new_count:
         raise PreconditionError(
             f"partition {partition.partition_id!r} limits the staleness of task {bounded.task_name!r} to "
-            f"{bounded.max_staleness} versions since a sample's slot was created, but the put has {new_count} new "
-            "samples without slots. Create slots before generation starts (Acquire), and put the data into these "
-            "slots",
+            f"{bounded.max_staleness} versions, counted from the creation of a sample's slot, but the put has "
+            f"{new_count} new samples without slots. Create slots before generation starts (Acquire), and put the "
+            "data into these slots",
             reason="STALENESS_BOUNDED",
             metadata={"partition_id": partition.partition_id, "task_name": bounded.task_name},
         )
@@ -792,8 +793,8 @@ def _check_start_version(partition: Partition, columns: Sequence[MetaColumn]) ->
     bounded = partition.settings.bounded_admission
     if bounded is not None and any(column.name == START_VERSION for column in columns):
         raise InvalidArgumentError(
-            f"custom_meta contains {START_VERSION!r}, but partition {partition.partition_id!r} reserves this column: "
-            f"it stores the version of each sample's slot, which the max_staleness of task {bounded.task_name!r} "
+            f"custom_meta contains {START_VERSION!r}, but partition {partition.partition_id!r} reserves this column "
+            f"for the version of each sample's slot, which the max_staleness of task {bounded.task_name!r} "
             "requires. Use another name",
             field="custom_meta",
         )
@@ -829,9 +830,10 @@ def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes |
 
 
 def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes | None) -> None:
-    """Raise an error if a put in a write would close a rollout to which a later put adds samples.
+    """Raise an error if one put of a write would close a rollout to which a later put of the write adds samples.
 
-    Failed samples also close their rollouts. If `ends_rollouts` is True, each put must contain a sample in a rollout.
+    Failed samples also close their rollouts. If `ends_rollouts` is True, each put must contain a sample that belongs to
+    a rollout.
     """
     if not write.ends_rollouts and (write.state is not SampleState.FAILED or not write.rows_per_put):
         return
@@ -858,7 +860,7 @@ def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes |
 
 
 def _check_write_once(partition: Partition, write: SampleWrite, positions: Indexes) -> None:
-    """Raise AlreadyExistsError if a sample at `positions` already has a value in a write-once field being written."""
+    """Raise AlreadyExistsError if the write would overwrite a write-once value of a sample at `positions`."""
     for name in partition.cells.write_once.intersection(column.spec.name for column in write.columns):
         is_there = partition.cells.produced([name], positions)
         if is_there.any():

@@ -122,8 +122,8 @@ class IdempotencyCache:
         """Return the recorded response to a request, or None if it is missing or too old.
 
         Raises:
-            InvalidArgumentError: the request id is not 16 bytes long, or the caller used it for another method, so that
-                the recorded response is not of type `kind`.
+            InvalidArgumentError: the request id is not 16 bytes long, or the recorded response is not of type `kind`
+                because the caller used the id for another method.
         """
         check_id("request_id", request_id)
         number = self._newest.get(request_id)
@@ -132,17 +132,16 @@ class IdempotencyCache:
         recorded = self._unpack(self._packed[number - self._removed_count])
         if not isinstance(recorded, kind):
             raise InvalidArgumentError(
-                f"request_id {request_id.hex()} was already used for another call, with a result of type "
+                f"request_id {request_id.hex()} was already used for another call, whose result was of type "
                 f"{type(recorded).__name__}. Use a new request_id for each call, and reuse it only for retries",
                 field="request_id",
             )
         return recorded
 
     def add(self, request_id: bytes, packed: Any, at_seconds: float) -> None:
-        """Remove responses that are too old or exceed the memory limit, and record a new response.
+        """Remove the oldest responses to respect the age and memory limits, and record a new response.
 
-        If `keep_seconds` has been increased, a request id can have two entries, because the first response expired
-        under the shorter limit.
+        If `keep_seconds` has been increased since a response expired, its request id can have two entries.
         """
         self._forget_old(at_seconds)
         self._append(request_id, at_seconds, packed)
@@ -170,7 +169,7 @@ class IdempotencyCache:
             self._forgotten_count, self._removed_count = 0, self._removed_count + oldest
 
     def snapshot(self) -> Iterator[Entry]:
-        """Return an iterator over the current responses in stored form. It can be used in any thread.
+        """Return an iterator over the current responses in stored form. The iterator can be used in any thread.
 
         The call takes constant time, because the lists are only appended to or replaced.
         """
@@ -178,7 +177,7 @@ class IdempotencyCache:
         return starmap(Entry, islice(entries, self._forgotten_count, len(self._ids)))
 
     def restore(self, answers: Iterable[Entry]) -> None:
-        """Add the responses of a snapshot to the cache."""
+        """Add the responses from a snapshot to the cache."""
         entries = merged(answers, self.snapshot())
         self._newest, self._ids, self._seconds, self._packed = {}, [], array("d"), []
         self._forgotten_count = self._removed_count = self.used_bytes = 0
@@ -199,7 +198,8 @@ class State:
         partitions: all partitions, by name.
         policies: all policies, by name.
         answers: recorded responses to mutating requests, returned again when a request is retried.
-        snapshot_number: number of the snapshot from which the state was restored; 0 if it was not restored from one.
+        snapshot_number: number of the snapshot from which the state was restored, or 0 if it was not restored from a
+            snapshot.
     """
 
     __slots__ = ("answers", "partitions", "policies", "snapshot_number")
@@ -249,25 +249,25 @@ class State:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """The consequences of a group of changes, collected for the process that makes the changes.
+    """The consequences of a group of changes, to be handled by the process that makes the changes.
 
     Attributes:
-        at_seconds: time of the group in seconds (see `StateMachine.now_seconds`). During replay, this is the time
-            recorded in the log.
+        at_seconds: time at which the group was begun, in seconds (see `StateMachine.now_seconds`). During replay, this
+            is the time recorded in the log.
         freed: cells that no longer belong to any sample.
         leases: leases that began or were extended, each with its partition, task name and claim.
         batches: batches that were planned for ranks, each with its partition, task name and claim.
         changed: partitions in which waiting claims may now find more samples.
-        consumed: partitions in which waiting writes may proceed, because a task has fewer samples left.
+        consumed: partitions in which a task has fewer samples left, so that waiting writes may now be able to proceed.
         created: new partitions.
         cleared: removed partitions.
-        written: rows that were added or written, as pairs of partition and global indexes.
-        removed: rows that were removed, as tuples of partition, global indexes and keys. The keys are None if the
-            partition does not use keys.
-        tasks: tasks that progressed, as pairs of partition and task name. The name None means all tasks of the
+        written: new rows and rows that were written to, as pairs of partition and global indexes.
+        removed: the removed rows, as tuples `(partition, global indexes, keys)`. The keys are None if the partition
+            does not use keys.
+        tasks: tasks that made progress, as pairs of partition and task name. A task name of None means all tasks of the
             partition.
         policies: names of policies that were removed or have a new version.
-        pending: actions to run at the end of the current change, as part of the change.
+        pending: actions to run as the last part of the current change.
     """
 
     at_seconds: float
@@ -300,7 +300,7 @@ class Change(ABC):
     """Base class of changes to the state. Subclasses become frozen dataclasses, whose fields are stored in the log.
 
     Attributes:
-        kinds: all change classes, by the class name that identifies them in the log.
+        kinds: all change classes, keyed by class name. The class name identifies the class in the log.
     """
 
     kinds: ClassVar[dict[str, type[Change]]] = {}
@@ -347,7 +347,7 @@ def encode_change(change: Change) -> bytes:
 
 
 def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
-    """Pack encoded changes into log records of less than 1 MiB, the record limit of etcd.
+    """Pack encoded changes into log records that are smaller than 1 MiB, which is etcd's limit for a record.
 
     A change that exceeds the limit gets its own record.
     """
@@ -366,7 +366,7 @@ def decode_group(record: bytes) -> tuple[float, list[Change]]:
     """Decode a log record, and return its time and its changes.
 
     Raises:
-        NewerVersionError: a change has an unknown kind or field, so a newer version wrote the record.
+        NewerVersionError: a change has an unknown kind or field, which means that a newer version wrote the record.
         ValueError, TypeError, KeyError, struct.error: the record is not a valid group.
     """
     (at_seconds,) = _AT_SECONDS.unpack_from(record)
@@ -399,9 +399,9 @@ class StateMachine:
     Attributes:
         log: log to which changes are appended. None if changes are not being logged, for example during recovery.
         fatal: function called with a reason and an error when the state can no longer be used.
-        listener: function called with the consequences of a group after it has been appended to the log.
-        refusal: function that returns the error with which to reject a change. The attribute is None while changes are
-            accepted.
+        listener: function called with the consequences of a group after the group has been appended to the log.
+        refusal: function that returns the error to raise when rejecting a change. The attribute is None while changes
+            are accepted.
     """
 
     def __init__(self, state: State) -> None:
@@ -433,7 +433,7 @@ class StateMachine:
                 self._finish(step, encoded)
 
     def _finish(self, step: Step, encoded: Sequence[bytes]) -> None:
-        """Append a group to the log, and pass its consequences to the listener."""
+        """Append a group to the log, and pass the step to the listener."""
         try:
             if self.log is not None:
                 self.log.append(encode_group(step.at_seconds, encoded))
@@ -449,7 +449,7 @@ class StateMachine:
 
         Args:
             change: change to apply.
-            prepared: result of `change.prepare` for the current state. If None, this method calls `prepare`.
+            prepared: result of `change.prepare` for the current state. If None, `commit` calls `change.prepare` itself.
 
         Raises:
             TqError: the change was rejected, and the state was not modified.
@@ -463,7 +463,8 @@ class StateMachine:
     def commit_all(self, changes: Sequence[tuple[Change, Any]]) -> Any:
         """Apply all of the prepared changes or none of them, and return the result of the last change.
 
-        All changes are encoded before the first change is applied. The changes join the open group or form a new group.
+        All changes are encoded before the first change is applied. The changes are added to the open group, or form a
+        new group if none is open.
         """
         if self._group is None:
             with self.group():
@@ -486,7 +487,7 @@ class StateMachine:
         return result
 
     def log_alone(self, change: Change) -> None:
-        """Log a change that was made outside the state machine, even while changes are being rejected."""
+        """Log a change that was made outside the state machine. This works even while changes are being rejected."""
         if self.log is not None:
             self.log.append(encode_group(self.now_seconds(), [encode_change(change)]))
 
@@ -499,13 +500,13 @@ class StateMachine:
         self._last_seconds = at_seconds
         prepared = change.prepare(self.state)
         if prepared is None:
-            raise ValueError("could not replay a change, because it has no effect on the current state")
+            raise ValueError("could not replay a change, because the change has no effect on the current state")
         step = Step(at_seconds)
         change.apply(self.state, prepared, step)
         step.complete()
 
     def now_seconds(self) -> float:
-        """Return the time of a group that starts now, in seconds.
+        """Return the time, in seconds, to record for a group that starts now.
 
         The process reads the wall clock only at startup and then adds monotonic time, so clock adjustments are ignored.
         The result is never earlier than the time of the last group in the log.

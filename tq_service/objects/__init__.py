@@ -1,1 +1,1 @@
-"""Storage of bytes on other nodes: one interface to existing object stores, such as Mooncake Store, S3 and Valkey."""
+"""Storage of bytes on other nodes through one interface to object stores such as Mooncake Store, S3 and Valkey."""

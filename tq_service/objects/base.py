@@ -1,14 +1,14 @@
 """The object store interface, and functions that parse store URLs and create stores from them.
 
-In messages and in docs/engines.md, an object store is called an engine. To add an engine, subclass `ObjectStore` if its
-client uses asyncio, or `BlockingObjectStore` if the client blocks, and register the module as an entry point.
+In messages and in docs/engines.md, an object store is called an engine. To add an engine, subclass `ObjectStore` (for
+an asyncio client) or `BlockingObjectStore` (for a blocking client), and register the module as an entry point.
 
 An object is written once, under a name that has never been used before, and is stored either completely or not at all.
 Objects are always read from the beginning. Backends themselves often guarantee less, but every store must fulfill the
 following contract, which `tests/objects/test_contract.py` checks:
 
-- A name is used for only one attempt by one writer. Therefore, no writer encounters a partial object or a reservation
-  that a killed writer left under the same name.
+- A name is used for only one attempt by one writer. A writer therefore never finds a partial object, or a reservation
+  left by a killed writer, under the name that it uses.
 - A store may make fewer copies than requested without raising an error. `put` and `copies` return the number of copies.
 - Objects are never removed by force. An object leased by a reader is kept, and its name is returned for a later retry
   (`remover.py`).
@@ -17,8 +17,8 @@ following contract, which `tests/objects/test_contract.py` checks:
 - Calls do not block the event loop. Each call ends within its time limit, either with a result or with an error from
   `tq_service.errors`.
 
-Most clients block, and `BlockingObjectStore` calls them in daemon threads. Clients written in C++ or Rust release the
-GIL while they work, and so do clients waiting for a socket. Checksumming and copying large objects also release the
+Most clients are blocking, so `BlockingObjectStore` calls them in daemon threads. Clients written in C++ or Rust release
+the GIL while they work, and so do clients waiting for a socket. Checksumming and copying large objects also release the
 GIL. A call that exceeds its time limit still occupies its thread until it ends. The caller receives an error
 immediately, and `Landing` prevents the late call from writing to the caller's memory.
 """
@@ -83,10 +83,10 @@ class Abilities:
     """Guarantees and capabilities of an object store.
 
     Attributes:
-        survives: worst failure that an acknowledged object survives. Possible failures are termination of the writer's
-            process, the loss of a node, and a power failure on all nodes.
-        fixed_copies: number of copies per object, if the store determines it. Callers cannot require more copies. None
-            if the caller of `put` determines the number.
+        survives: worst failure that an acknowledged object survives. "process" means the death of the writer's process,
+            "node" the loss of a node, and "power" a power failure on all nodes.
+        fixed_copies: number of copies per object if the store determines this number, or None if the caller of `put`
+            does. Callers cannot require more copies than this.
         lists_names: whether the store supports `list_names` and reads only names with the given prefix. If False,
             `list_names` must not be called.
     """
@@ -101,7 +101,8 @@ class ObjectStore(ABC):
 
     Object names consist of segments of letters, digits, '.', '_', ':' and '-', separated by '/'. Calls may run
     concurrently. The store limits the number of concurrent calls to the backend and queues further calls. A cancelled
-    call may still take effect. For example, a cancelled put may leave an object, which the remover can remove by name.
+    call may still take effect. For example, a cancelled put may leave an object behind. The remover can remove such an
+    object by name.
 
     To add a store, derive from this class if the store's client uses asyncio, or from `BlockingObjectStore` if the
     client blocks.
@@ -139,16 +140,17 @@ class ObjectStore(ABC):
                 does not count.
 
         Returns:
-            The number of complete copies: at least 1, but fewer than requested if the store has too few nodes.
+            The number of complete copies, which is at least 1. It is lower than requested if the store has too few
+            nodes.
 
         Raises:
-            AlreadyExistsError: the name has been used before, possibly by an earlier attempt in this call whose
-                response was lost. The stored object is unchanged. (Stores that cannot detect this case return the
-                number of copies of the stored object.)
+            AlreadyExistsError: the name has been used before, possibly because an earlier attempt in this call
+                succeeded but its response was lost. The stored object is unchanged. Stores that cannot detect this case
+                instead return how many copies of the stored object exist.
             QuotaExceededError: no other node has capacity for the object. Removing objects frees capacity.
             InvalidArgumentError: the object is larger than `LARGEST_OBJECT_BYTES`.
-            UnavailableError: the store did not respond, or rejected the call. The object may or may not be stored.
-                Retry under a new name, and pass the old name to the remover.
+            UnavailableError: the store did not respond, or rejected the call. It is unknown whether the object was
+                stored. Retry under a new name, and pass the old name to the remover.
         """
 
     @abstractmethod
@@ -164,7 +166,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     async def copies(self, names: Sequence[str]) -> list[int]:
-        """Return the number of complete copies of each object, or 0 if an object is missing or partially written.
+        """Return each object's number of complete copies, which is 0 if it is missing or partially written.
 
         The result includes copies on this process's node, because another process may have placed them there.
 
@@ -177,8 +179,8 @@ class ObjectStore(ABC):
         """Remove objects, including partially written ones, unless they are leased. Removal is never forced.
 
         Returns:
-            Names to retry after one second. The named objects are leased or still being written, or the store did not
-            confirm their removal.
+            Names whose removal should be retried after one second. The named objects are leased or still being written,
+            or the store did not confirm their removal.
 
         Raises:
             UnavailableError: the store did not respond. Some of the objects may nevertheless have been removed.
@@ -194,9 +196,10 @@ class ObjectStore(ABC):
         """
 
     def list_names(self, prefix: str) -> AsyncIterator[str]:
-        """Yield the names of complete objects with a prefix, in any order. Requires `abilities.lists_names`.
+        """Yield the name of each complete object whose name begins with `prefix`, in any order.
 
-        Objects that are put or removed during the call may or may not be included.
+        This method requires `abilities.lists_names`. Objects that are put or removed during the call may or may not be
+        included.
 
         Raises:
             UnavailableError: the store did not respond.
@@ -209,9 +212,9 @@ class ObjectStore(ABC):
 
 
 class BlockingObjectStore(ObjectStore):
-    """An object store whose client blocks. The store runs each call in a thread, with a time limit.
+    """An object store with a blocking client. The store runs each call in a thread, with a time limit.
 
-    For each public call, a subclass implements a blocking method with the same name and a leading `_`. These methods
+    For each public call, a subclass implements a blocking method with the same name, prefixed with `_`. These methods
     may run concurrently once `_connect` has returned. If a method raises an exception other than `TqError`, `_error`
     converts the exception to a service error.
 
@@ -254,7 +257,7 @@ class BlockingObjectStore(ObjectStore):
 
     @abstractmethod
     def _read(self, name: str, landing: Landing) -> None:
-        """Write the first bytes of an object to `landing`, as many as fit."""
+        """Write as many of an object's first bytes as fit into `landing`."""
 
     @abstractmethod
     def _copies(self, names: Sequence[str]) -> list[int]:
@@ -262,7 +265,7 @@ class BlockingObjectStore(ObjectStore):
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> list[str]:
-        """Remove objects, and return the names to retry. `names` is never empty."""
+        """Remove objects, and return the names of those for which removal must be retried. `names` is never empty."""
 
     @abstractmethod
     def _size(self, name: str) -> int:
@@ -315,7 +318,7 @@ class BlockingObjectStore(ObjectStore):
         return await self._in_thread(call)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        """Run a call in a thread. If cancelled, wait until the call ends, because it may use the caller's memory."""
+        """Run a call in a thread. On cancellation, wait until the call ends, because it may use the caller's memory."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.timeout_seconds
         try:
@@ -363,7 +366,7 @@ class BlockingObjectStore(ObjectStore):
 
 
 class Landing:
-    """A caller's memory, which a thread fills while the caller waits."""
+    """The memory of a caller who waits while a thread fills it."""
 
     def __init__(self, name: str, into: memoryview) -> None:
         self._name = name
@@ -388,7 +391,7 @@ class Landing:
                 check(self._name, header, self._into)
 
     def close(self) -> None:
-        """Wait for any copy in progress, and ignore all later writes."""
+        """Wait for any copy in progress to finish, and ignore all later writes."""
         with self._lock:
             self._is_closed = True
 
@@ -430,14 +433,14 @@ def size_of(name: str, header: Buffer) -> int:
     """Return the object size recorded in a header, excluding the header itself.
 
     Raises:
-        ObjectMissingError: the object is shorter than a header and therefore only partially written.
+        ObjectMissingError: the object is too short to contain a header, so it was only partially written.
         DataLossError: `header` is not a valid object header.
     """
     return _parse(name, header)[0]
 
 
 def check(name: str, header: Buffer, data: memoryview) -> None:
-    """Verify the first bytes of an object against its header.
+    """Check bytes read from the start of an object against the object's header.
 
     Raises:
         ObjectMissingError: the header is incomplete.
@@ -524,7 +527,7 @@ class EngineUrl:
         return value
 
     def count(self, name: str, default: int, *, least: int = 1) -> int:
-        """Return a setting as an integer of at least `least`."""
+        """Return the value of an integer setting, which must be at least `least`."""
         value = self.text(name, str(default))
         if not value.isascii() or not value.isdigit() or int(value) < least:
             raise self._wrong(name, value, f"a whole number of at least {least}")
@@ -549,7 +552,7 @@ class EngineUrl:
         return value in _TRUE
 
     def secret(self, name: str, variable: str) -> str | None:
-        """Return a secret from the file named by `<name>_file` or, without that setting, from an environment variable.
+        """Return the secret in the file that `<name>_file` names or, without that setting, in an environment variable.
 
         Raises:
             InvalidArgumentError: the file cannot be read.

@@ -1,9 +1,9 @@
-"""Storage of objects through `obstore`, in buckets (S3, Google Cloud Storage or Azure), directories or memory.
+"""Stores objects through `obstore` in buckets (S3, Google Cloud Storage or Azure), in directories or in memory.
 
 An object is written with a single conditional put (`If-None-Match` or similar), which fails if the name already exists.
-An object is therefore stored either completely or not at all. The store determines the number of copies. This module
-writes files in directories itself, because `obstore` 0.12 links a file to its name without syncing it. A power failure
-could then leave an acknowledged object empty.
+An object is therefore stored either completely or not at all. The store itself determines how many copies of an object
+it keeps. This module writes files in directories itself, because `obstore` 0.12 links a file to its name without
+syncing it. A power failure could then leave an acknowledged object empty.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Store: TypeAlias = AzureStore | GCSStore | LocalStore | MemoryStore | S3Store
 
 _TIMEOUT_SECONDS: Final = 30.0
 _FULL: Final = ("507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage", "no writable volumes")
-"""Substrings of error messages that mean that the store is full. S3 never returns such errors."""
+"""Substrings of error messages that indicate that the store is full. S3 never returns such errors."""
 _REFUSED: Final = (FileNotFoundError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _REFUSALS: Final = ("<Code>NoSuchBucket<", "<Code>ContainerNotFound<", "403 Forbidden", "401 Unauthorized")
 _CODE: Final = re.compile("<Code>([A-Za-z0-9]+)</Code>")
@@ -149,11 +149,11 @@ class BucketObjects(BlockingObjectStore):
 
 
 class DirectoryObjects(BucketObjects):
-    """An object store that keeps files in a directory, on a shared file system (NFS, Lustre, GPFS) or a local disk.
+    """An object store that keeps files in a directory on a shared file system (NFS, Lustre, GPFS) or a local disk.
 
     An object is written to a temporary file, which is synced and then linked to the object's name. Linking fails if the
-    name already exists, even on network file systems. The setting `survives` in the URL describes the file system. If
-    `survives` is `process`, files are not synced.
+    name already exists, even on network file systems. The `survives` setting in the URL specifies the fault that files
+    on this file system survive. If `survives` is `process`, files are not synced.
     """
 
     engine = "file system"
@@ -203,7 +203,7 @@ class DirectoryObjects(BucketObjects):
         return super()._remove(names)
 
     def _part(self, name: str) -> Path:
-        """Return the temporary path of an object. `obstore` does not list files with this suffix."""
+        """Return the temporary path of an object. `obstore` does not list files with the suffix "#0"."""
         if not _NAME.fullmatch(name):  # prevent other names from being used as paths
             raise InvalidArgumentError(f"object name is {name!r}; expected letters, digits, '.', '_', ':', '-' and '/'")
         return self._directory / f"{name}#0"

@@ -4,16 +4,16 @@ The URL is `mooncake://MASTER:50051?host=ADDRESS`. This module works around the 
 were observed in tests:
 
 - A put may return 0 (success) after making fewer copies than requested. A put also returns 0 if a killed writer left
-  the name without a copy, or if an old value is stored under the name. Before each put, this module checks that the
-  name does not exist. After the put, it counts the copies on each node.
-- Copies requested with `replica_num` may be placed in the writer's own memory. This module prefers segments of other
+  the name without a copy, or if the name still refers to an old value. Before each put, this module checks that the
+  name does not exist. After each put, the module counts the copies on each node.
+- Copies requested with `replica_num` may be placed in the writer's own memory. This module prefers segments on other
   nodes, and does not count copies on the writer's own node.
 - After a forced removal, a reader may receive a mix of two objects. This module never forces a removal. Instead, it
-  returns the names of leased objects.
-- Checksums do not cover partial reads. After a partial read, this module checks that the object still exists, which
-  proves that the object's memory was not reused.
-- Calls block for seconds if no master is available. This module therefore runs calls in threads. The module also reuses
-  registered memory.
+  returns the names of the objects that are still leased.
+- Checksums do not cover partial reads. After a partial read, this module checks that the object still exists. If it
+  does, its memory was not reused.
+- Calls block for several seconds if no master is available. This module therefore runs calls in threads. The module
+  also reuses registered memory.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ _MEANINGS: Final = {
 class MooncakeObjects(BlockingObjectStore):
     """An object store backed by Mooncake Store.
 
-    The URL contains the address of the master. For highly available masters, the URL contains the addresses of etcd:
-    `mooncake://etcd:HOST:2379,HOST:2379`.
+    The URL contains the address of the master. If the masters are highly available, the URL contains the addresses of
+    etcd: `mooncake://etcd:HOST:2379,HOST:2379`.
     """
 
     engine = "Mooncake"
@@ -210,7 +210,7 @@ class MooncakeObjects(BlockingObjectStore):
 
     @contextmanager
     def _staging(self, size: int) -> Iterator[_Staging]:
-        """Provide registered memory for the call in a `with` block. If the call hangs, its memory remains in use."""
+        """Provide registered memory for a call made in a `with` block. If the call hangs, its memory remains in use."""
         buffer = self._staged.pop() if self._staged else None
         if buffer is None or len(buffer.view) < size:
             if buffer is not None:
@@ -237,7 +237,7 @@ _MOST_STAGED_BYTES: Final = LARGEST_OBJECT_BYTES + HEADER_BYTES
 
 
 class _Staging:
-    """A memory block for transfers by Mooncake's transfer engine."""
+    """A block of memory that Mooncake's transfer engine uses for transfers."""
 
     def __init__(self, size: int) -> None:
         memory = mmap.mmap(-1, size)

@@ -57,7 +57,7 @@ class Remover:
     async def _remove_all(self) -> bool:
         """Try to remove each pending object once, and return whether all of them were removed.
 
-        If a call fails, the attempt continues with the remaining objects. After several failures, the attempt ends
+        If a call fails, the method continues with the remaining objects. After several failures, the method returns
         early, because the store is probably down.
         """
         names, failure_count, is_done = list(self._names), 0, True

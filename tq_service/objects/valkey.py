@@ -1,9 +1,9 @@
 """Storage of objects as values in Valkey or Redis (extra `valkey`), on either a server with replicas or a cluster.
 
-The URL is `valkey://HOST:PORT`, or `valkeys://` with TLS. Add `?cluster=true` for a cluster. An object is written with
+The URL is `valkey://HOST:PORT`, or `valkeys://` with TLS. For a cluster, add `?cluster=true`. An object is written with
 a single SET, which fails if the name already exists. WAIT returns the number of replicas that store the object. The
-server must set `maxmemory` and the eviction policy `noeviction`. `open` rejects other policies, because they may evict
-acknowledged objects.
+server must have `maxmemory` set and use the eviction policy `noeviction`. `open` rejects all other eviction policies,
+because they allow the server to evict acknowledged objects.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ValkeyObjects(BlockingObjectStore):
             ) from error
         if self._checks_policy and policies != {"noeviction"}:
             raise InvalidArgumentError(
-                f"{self.place} has maxmemory-policy {', '.join(sorted(policies))}; expected noeviction. Other "
+                f"{self.place} has maxmemory-policy {', '.join(sorted(policies))}; expected noeviction, because other "
                 "policies may evict acknowledged objects"
             )
 
@@ -167,5 +167,5 @@ def _probe_beside(key: str) -> str:
 
 
 def _replica_count(server: Any) -> int:
-    """Return the number of connected replicas. A WAIT for more replicas would always time out."""
+    """Return the number of connected replicas. A WAIT command that asks for more replicas would always time out."""
     return int(server.info("replication").get("connected_slaves", 0))

@@ -1,1 +1,1 @@
-"""Prometheus metrics for the service and its clients, and a live page for the browser."""
+"""Prometheus metrics for the service and its clients, and a live web page."""

@@ -17,8 +17,8 @@ _CLAIM_SECONDS: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.
 def instrument(registry: CollectorRegistry | None = None) -> None:
     """Measure fetches, puts, claims and waiting times of all clients and loaders in this process.
 
-    docs/operations.md lists the metrics. Fetches made by a loader's worker processes are counted in the loader's own
-    process. A second call with the same registry has no effect.
+    docs/operations.md lists the metrics. The process that contains a loader also counts the fetches made by the
+    loader's worker processes. A second call with the same registry has no effect.
 
     Args:
         registry: prometheus-client registry to add the metrics to, or None for the default registry.
@@ -88,7 +88,7 @@ class PrometheusProbe:
         self._claims.labels(status).observe(seconds)
 
     def loaded(self, wait_seconds: float, work_seconds: float) -> None:
-        """Record the time spent waiting for a micro-batch and the time spent processing the previous micro-batch."""
+        """Record the time spent waiting for a micro-batch, and the time spent processing the previous one."""
         self._waited.inc(wait_seconds)
         self._worked.inc(work_seconds)
         self._loaded.inc()

@@ -62,7 +62,7 @@ class Endpoint:
         collect: coroutine function that returns the metrics and is called on the event loop.
         loop: event loop of the service.
         access: security settings of the port.
-        service_port: gRPC port of the service, whose number of client connections is exposed as a metric.
+        service_port: gRPC port of the service. The number of client connections to this port is exposed as a metric.
 
     Attributes:
         port: port that the server listens on.
@@ -214,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
         return HTTPStatus.OK, kind, body
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (as in the base class)
-        """Log a request at debug level, because scrapes arrive every few seconds."""
+        """Log a request at debug level, because metrics are scraped every few seconds."""
         _log.debug(LogMessage("received a metrics request", peer=self.client_address[0], request=format % args))
 
 

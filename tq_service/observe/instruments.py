@@ -1,4 +1,4 @@
-"""Counters and timers with negligible overhead, which are not thread-safe and must be used only on the event loop."""
+"""Counters and timers with negligible overhead. They are not thread-safe; use them only on the event loop."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return each bucket's upper bound as text, with the number of observed values up to that bound."""
+        """For each bucket, return its upper bound as text and the number of observed values up to that bound."""
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -55,7 +55,7 @@ class Histogram:
 
 
 class HistogramByName:
-    """Histograms by name. The first `_MOST_NAMES` names have separate histograms. All other names share a histogram."""
+    """Histograms by name. The first `_MOST_NAMES` names have separate histograms. All others share one."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -96,12 +96,13 @@ class MethodCounts:
 
 
 class Instruments:
-    """Measurements recorded while the service runs. All other metrics are read from the current state at each scrape.
+    """Metrics recorded as events occur. All other metrics are read from the current state at each scrape.
 
     Attributes:
         calls: counts and durations of all methods called so far.
         plan_seconds: histograms of planning times in seconds, by sampler.
-        imbalance: histograms of batch imbalance (tokens on the heaviest rank divided by the mean, minus 1), by sampler.
+        imbalance: for each sampler, a histogram of batch imbalance (tokens on the heaviest rank divided by the mean,
+            minus 1).
         padding: histograms of the share of padding in a batch, by sampler.
         loop_lag: histogram of the delay, in seconds, with which the event loop starts due tasks.
     """
@@ -119,8 +120,8 @@ class TimedRunner:
 
     Args:
         runner: runner to wrap.
-        seconds: histograms of run durations, by sampler name. If a run needs a thread, the duration includes the wait
-            for the thread.
+        seconds: histograms of run durations, by sampler name. The duration of a run in a thread includes the wait for
+            the thread.
     """
 
     def __init__(self, runner: RunsPlans, seconds: HistogramByName) -> None:
@@ -128,7 +129,7 @@ class TimedRunner:
         self._seconds = seconds
 
     def length(self, sampler: Sampler) -> LengthSource | None:
-        """Return the source of token counts that a sampler needs. See `RunsPlans`."""
+        """Return the source of the token counts that a sampler needs. See `RunsPlans`."""
         return self._runner.length(sampler)
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
@@ -140,7 +141,7 @@ class TimedRunner:
         return plan
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler, in a thread if necessary, and return its plan if there is one. See `RunsPlans`."""
+        """Run a sampler, if necessary in a thread, and return its plan or None. See `RunsPlans`."""
         began_at = time.perf_counter()
         plan = await self._runner.run(sampler, view, request)
         if plan is not None:

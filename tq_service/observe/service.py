@@ -1,14 +1,14 @@
 """Prometheus metrics for a service process, read from the process's current state at each scrape.
 
-Metrics are read on the event loop in short time slices, and converted to text in the thread that handles the scrape.
-Call metrics and process metrics have few series, but partition metrics have one series per group and per task. If a
+The event loop reads the metrics in short time slices. The thread that handles the scrape then converts them to text.
+Call metrics and process metrics have few series, whereas partition metrics have one series per group and per task. If a
 scrape would exceed `MOST_LINES`, some series are omitted and counted in `tq_service_metrics_dropped_series`. Groups
 that still have partitions take precedence, in order of first appearance.
 
 A trainer may create a partition per step (`train@0`, `train@1`, ...). Metrics are therefore summed per partition group,
-which is the partition name up to the first "@". The sums per group include removed partitions. As usual in Prometheus,
-counters start at 0 in each process. Counters exclude recovered and restored data, because another process has already
-counted this data.
+which is the partition name up to the first "@". These sums include removed partitions. As usual in Prometheus, counters
+start at 0 in each process. Counters exclude recovered and restored data, because another process has already counted
+this data.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _LINES_OF_GROUP: Final = len(_OF_GROUP) + len(_STATES)
 _LINES_OF_TASK: Final = len(_OF_TASK) + len(_OF_BACKLOG)
 
 Numbers: TypeAlias = defaultdict[tuple[str, str], float]
-"""Metric values of a partition group, by task ("" for the group itself) and by metric or sample state."""
+"""Metric values of a partition group. A key consists of a task ("" for the group) and a metric or sample state."""
 
 
 def group_of(partition_id: str) -> str:
@@ -115,7 +115,7 @@ def group_of(partition_id: str) -> str:
 
 
 def tasks_of(numbers: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the task names in a group's `Numbers`, without duplicates."""
+    """Return the distinct task names that occur in a group's `Numbers`."""
     return [task for task in dict.fromkeys(task for task, _ in numbers) if task]
 
 
@@ -177,7 +177,7 @@ class PartitionGroups:
             self._bound()
 
     def _bound(self) -> None:
-        """Forget groups without partitions, oldest first, if there are too many such groups."""
+        """If there are too many groups without partitions, forget the oldest ones."""
         self._gone_count = 0
         there = {group_of(name) for name in self._catalog.names()}
         former = [group for group in self._former if group not in there]
@@ -209,7 +209,7 @@ class PartitionGroups:
         return groups
 
     async def _add(self, numbers: Numbers, partition: Partition, slices: Slices) -> None:
-        """Add a partition's current values to the values of its group."""
+        """Add a partition's current values to the totals of its partition group."""
         for key, count in _counts_of(partition).items():
             numbers[key] += count
         numbers["", "partitions"] += 1
@@ -232,7 +232,7 @@ class PartitionGroups:
         backlogs: Backlogs,
         slices: Slices,
     ) -> None:
-        """Add the number of ready samples, the oldest version and the staleness for the tasks in `shown`.
+        """For each task in `shown`, add the number of ready samples, the oldest version and the staleness.
 
         If a task's backlog is not known yet, its number of ready samples is omitted.
         """
@@ -431,7 +431,7 @@ def of_policies(policies: Policies) -> Iterator[Metric]:
 
 
 def of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Iterator[Metric]:
-    """Yield the number of known storage services in each state, and the numbers of lost and adopted services."""
+    """Yield metrics that count known storage services by state, as well as lost and adopted storage services."""
     by_state = {(state,): count for state, count in counts.items()}
     yield _gauge("storages", "Storage services known to the controller.", by_state, ("state",))
     yield _counter("storages_lost", "Lost storage services that had a mirror.", lost)
@@ -451,8 +451,8 @@ def of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
 def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) -> Iterator[Metric]:
     """Yield the metrics of a storage service and its mirror.
 
-    Puts adopted from a lost service are counted under the name of the adopting service. The two services may have the
-    same name, but each name can have only one series.
+    Puts adopted from a lost service are counted under the adopting service's name, because the two services may have
+    the same name and each name can have only one series.
     """
     rows: list[tuple[Callable[..., Metric], str, str, float | None]] = [
         (_gauge, "used_bytes", "Bytes stored or reserved in the storage service.", own.used_bytes),

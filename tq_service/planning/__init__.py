@@ -1,1 +1,4 @@
-"""Selection of rows for claims by readiness, group and order. This package only reads `state`, and uses only numpy."""
+"""Selection of the rows for each claim, based on readiness, group and order.
+
+This package only reads `state`, and uses no third-party package except numpy.
+"""

@@ -1,12 +1,13 @@
-"""Selection of units to evict: samples excluded by a claim's `where`, and groups with too few remaining members.
+"""Selects units to evict: samples that a claim's `where` excludes, and groups with too few remaining members.
 
 A task that keeps groups together evicts entire groups. A task that accepts incomplete groups evicts excluded members
-individually. Such a task also evicts the rest of a group if no members, or fewer than `least_members`, are left. A
-group is not evicted while more members may be put, or while a member is held, leased, or delivered to the task.
+individually. Such a task also evicts the rest of a group once the group has no members left, or fewer than
+`least_members`. A group is not evicted while more members may be put, or while a member is held, leased, or delivered
+to the task.
 
-`small_groups` finds candidates; this search may take a long time. `units` decides which candidates to evict, and must
-be called in the step that performs the eviction. `lowest_units` finds the units that new samples replace
-(`Admission.overflow`).
+`small_groups` searches for candidates, which may take a long time. `units` decides which candidates to evict, and must
+be called in the step that performs the eviction. `lowest_units` finds the lowest-priority units, which make room for
+new samples (`Admission.overflow`).
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class EvictionSearch:
         partition: partition that contains the units.
         task: ledger of the claiming task.
         excluded: function that returns a mask of the live, unconsumed rows that `where` excludes.
-        grouping: groups requested by the sampler. If None, or if groups may start at any index, samples are evicted
+        grouping: how the sampler groups samples. If None, or if groups may start at any index, samples are evicted
             individually.
         least_members: minimum number of members per group (see `BatchSpec`).
-        clears: whether evicted samples are cleared. If True, failed samples in their groups are also cleared to make
-            the group names available again.
+        clears: whether evicted samples are cleared. If True, failed samples in the same groups are also cleared, so
+            that the group names become available again.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class EvictionSearch:
 
         Args:
             left: function that returns the positions of the task's unconsumed rows.
-            is_on_loop: whether the search runs within a step of the event loop.
+            is_on_loop: whether the search runs in a single event-loop step.
 
         Raises:
             MustBeAwaited: searching all groups would take too long on the event loop.
@@ -91,9 +92,10 @@ class EvictionSearch:
     # Units
 
     def units(self, candidates: Indexes) -> Evicted | None:
-        """Return the units to evict now, or None if no unit must be evicted.
+        """Return the units to evict now, or None if none need to be evicted.
 
-        The result covers only the first candidates to be evicted, so later calls may return more units.
+        The search stops after the first part of the candidates with units to evict, so later calls may return more
+        units.
 
         Args:
             candidates: global indexes of candidates, without duplicates.
@@ -108,7 +110,7 @@ class EvictionSearch:
         return None
 
     def _samples(self, positions: Indexes) -> Evicted | None:
-        """Return each excluded sample as a separate unit, or None if no sample is excluded."""
+        """Return the excluded samples that are not leased as units of one sample each, or None if there are none."""
         positions = positions[self._excluded(positions)]
         positions = positions[~self._partition.is_leased(positions)]
         count = positions.size
@@ -122,7 +124,7 @@ class EvictionSearch:
         )
 
     def _groups(self, grouping: Grouping, positions: Indexes) -> Evicted | None:
-        """Return which groups of the given samples, or which of their members, to evict, or None if there are none."""
+        """Return the samples' groups and individual group members to evict, or None if nothing is to be evicted."""
         members = grouping.members_of(np.unique(grouping.ids(positions)))
         members = members[self._partition.state[members] != CLEARED]
         state, claims = self._partition.state[members], self._task.claim[members]
@@ -171,7 +173,7 @@ class EvictionSearch:
 
     @staticmethod
     def unit_by_unit(units: Indexes, is_chosen: NDArray[np.bool_]) -> tuple[Indexes, Indexes]:
-        """Return the indexes of the chosen elements, ordered by unit, and the unit number of each element.
+        """Return the indexes of the chosen elements, ordered by unit, and each element's unit number.
 
         Units are ordered by their first chosen elements, and numbered from 0.
         """
@@ -190,7 +192,7 @@ def lowest_units(
 
     Args:
         partition: partition that contains the units.
-        task: ledger of the task.
+        task: the task's ledger.
         admission: the task's admission.
         count: maximum number of units.
         kept: global indexes of rows that must not be evicted.
@@ -233,7 +235,7 @@ def lowest_units(
 
 
 def _unit_ids(partition: Partition, positions: Indexes, unit: BatchUnit) -> Indexes:
-    """Return the slot of each row's group or rollout. A row without a slot gets a unique negative number."""
+    """Return the slot of each row's group or rollout. For a row without a slot, return a unique negative number."""
     slots = partition.groups.of_unit(unit, positions)
     return np.where(slots < 0, -1 - positions, slots)
 

@@ -1,7 +1,8 @@
-"""Groups and row order: group members, the groups that can be delivered, and the order defined by `order_by`.
+"""Group members, groups that can be delivered, and the row order defined by `order_by`.
 
-No state is kept between claims. A selection algorithm finds the first rows in an order without sorting all rows.
-Strings are compared a few thousand at a time, because comparing strings (unlike numbers) holds the interpreter lock.
+No state is kept between claims. To find the first rows in an order, a selection algorithm is used instead of sorting
+all rows. Strings are compared a few thousand at a time, because comparing strings (unlike numbers) holds the
+interpreter lock.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _TEXTS_AT_ONCE: Final = 1 << 12  # strings per sort; a sort takes a few millisec
 
 
 def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
-    """For each index, return its place in its run of consecutive indexes, and the length of that run.
+    """Return each index's place in its run of consecutive indexes, and the length of that run.
 
     Both arrays have shape `(n,)`. Places start at 0.
     """
@@ -55,12 +56,12 @@ def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
 class Grouping:
     """The groups of a partition, as requested by a sampler.
 
-    If the partition has any named group or rollout, the groups are the named groups, and each row without a name is its
-    own group. Otherwise, the groups are blocks of `block_size` consecutive indexes, or single rows if no block size is
-    given.
+    If any group or rollout in the partition has a name, the groups are the named groups, and each row without a name
+    forms its own group. Otherwise, the groups are blocks of `block_size` consecutive indexes, or single rows if no
+    block size is given.
 
-    If the unit is "rollout", the groups are the rollouts, each row without a rollout is its own group, and blocks are
-    not used.
+    If the unit is "rollout", the groups are the rollouts, and each row without a rollout is its own group. Blocks are
+    then not used.
 
     Members that have failed, been cleared, or been dead-lettered by the task count as lost. If a group has lost
     members, the remaining members are delivered only if `take_incomplete` is set.
@@ -86,19 +87,19 @@ class Grouping:
 
     @property
     def kept(self) -> int | None:
-        """The kind of groups that must stay together (see `TaskFacts.kept_groups`)."""
+        """How claims must keep groups together, as a value of `TaskFacts.kept_groups`."""
         if self._take_incomplete:
             return None
         return self.code
 
     @property
     def code(self) -> int:
-        """The kind of groups: `KEPT_ROLLOUTS`, 0 for named groups, or the block size."""
+        """The kind of groups: `KEPT_ROLLOUTS` for rollouts, 0 for named groups, or the block size."""
         return KEPT_ROLLOUTS if self.unit == "rollout" else self.block_size or 0
 
     @classmethod
     def of_code(cls, partition: Partition, task: TaskLedger, code: int) -> Grouping:
-        """Create a grouping from a value of the property `code`."""
+        """Create the grouping whose `code` property has the given value."""
         return cls(partition, task, max(code, 0) or None, unit="rollout" if code == KEPT_ROLLOUTS else "group")
 
     def check(self) -> None:
@@ -153,7 +154,7 @@ class Grouping:
         return np.sort(found[found >= 0])
 
     def whole(self, ready: Indexes, *, no_more: bool) -> tuple[Indexes, Indexes]:
-        """Return the ready rows in all deliverable groups, and the sizes of these groups.
+        """Return the ready rows of all deliverable groups, and the sizes of the groups.
 
         Args:
             ready: positions of ready rows, in batch order. Groups are ordered by their first members.
@@ -175,7 +176,7 @@ class Grouping:
         return ((needed < 0) | (self.left(ids) < needed))[group_of]
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
-        """Return how many ready members each group needs for delivery, or -1 if the group is incomplete.
+        """For each group, return the number of ready members needed for delivery, or -1 if the group is incomplete.
 
         Args:
             ids: group ids.
@@ -240,7 +241,7 @@ class Grouping:
         return left - np.where(ids < 0, 0, surplus[np.maximum(ids, 0)])
 
     def in_lost_rollout(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that `left_units` does not count because another row of their rollout is lost."""
+        """Return a mask of the rows that `left_units` excludes because another row of their rollout is lost."""
         if self._take_incomplete or self.unit == "rollout" or not self._groups.has_rollouts:
             return np.zeros(positions.size, np.bool_)
         rollouts = self._groups.of_unit("rollout", positions)
@@ -252,7 +253,7 @@ class Grouping:
         return lost + self._dead_lettered_counts(slots, "rollout")
 
     def _find_blocks(self, blocks: Indexes, size: int) -> Indexes:
-        """Return the positions of the rows in each block, with shape `(n, size)` and -1 for missing rows."""
+        """Return the positions of the rows in each block, as an `(n, size)` array with -1 for missing rows."""
         indexes = blocks[:, None] * size + np.arange(size)
         return self._partition.table.find(indexes.ravel()).reshape(indexes.shape)
 
@@ -278,7 +279,7 @@ class Runs(Grouping):
         self._size = block_size
 
     def check(self) -> None:
-        """Do nothing, because groups that may start at any index suit every partition."""
+        """Accept every partition, because groups can start at any index."""
 
     def ids(self, positions: Indexes) -> Indexes:
         """Return the group id of each row. Groups are formed from the given rows."""
@@ -324,7 +325,7 @@ ValuesOf: TypeAlias = Callable[[str, Indexes], tuple[NDArray[Any], NDArray[np.bo
 
 
 def first_in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, count: int | None) -> Indexes:
-    """Return the first `count` of the given rows, ordered by columns. Return all rows if `count` is None.
+    """Sort the given rows by the columns in `orders`, and return the first `count` rows, or all if `count` is None.
 
     Rows without a value come last. Rows whose values are equal in all columns are ordered by index.
 
@@ -361,10 +362,10 @@ def in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes)
 def _may_precede(
     values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, last: Indexes
 ) -> NDArray[np.bool_]:
-    """Return a mask of the rows that may precede the row `last`. All of the rows have higher indexes than `last`.
+    """Return a mask of the rows that might sort before the row `last`. All of the rows have higher indexes than `last`.
 
-    Only the first column is compared. The mask is True where this comparison does not settle the order, for example
-    because of NaN.
+    Only the first column is compared. Where this comparison is inconclusive, for example because of NaN, the mask is
+    True.
     """
     column, is_descending = orders[0].column, orders[0].descending
     bound, is_bounded = values_of(column, last)

@@ -1,4 +1,4 @@
-"""The ratio of a task's deliveries to inserts, which is bounded in both directions.
+"""Upper and lower bounds on a task's ratio of deliveries to inserts.
 
 The first `min_size_to_sample` inserted samples are not counted. The target is `samples_per_insert` delivered samples
 per inserted sample. The task may be at most `error_buffer` deliveries ahead of or behind this target. This bound
@@ -62,13 +62,13 @@ class InsertRatio:
 
 
 def insert_ratio(partition: Partition, task: TaskLedger) -> InsertRatio | None:
-    """Return a task's delivery ratio, or None if the task's admission does not bound it."""
+    """Return a task's ratio of deliveries to inserts, or None if the task's admission does not limit this ratio."""
     admission = None if task.outstanding is None else task.outstanding.admission
     return InsertRatio(partition, task, admission) if admission is not None and admission.samples_per_insert else None
 
 
 def check_batch(ratio: InsertRatio, count: int) -> None:
-    """Reject a batch size for which ranks and producers would wait for each other forever.
+    """Reject a batch size that would make ranks and producers wait for each other forever.
 
     Raises:
         InvalidArgumentError: `count` is more than twice `error_buffer`.
@@ -76,7 +76,7 @@ def check_batch(ratio: InsertRatio, count: int) -> None:
     most = 2 * ratio.admission.error_buffer
     if count > most:
         raise InvalidArgumentError(
-            f"batch_size yields {count} samples over all ranks; expected at most {most}, twice the error_buffer of "
+            f"batch_size asks for {count} samples across all ranks; expected at most {most}, twice the error_buffer of "
             f"task {ratio.task.name!r}. Request fewer samples, or create the partition with a larger error_buffer.",
             field="batch_size",
             metadata={"got": str(count), "expected": f"1 to {most}"},

@@ -1,10 +1,10 @@
-"""Bounded staleness: the rule for selecting a plan's units so that all units are trained in time.
+"""Bounded staleness: the rule for selecting a plan's units so that every unit meets its deadline.
 
 The task's admission defines whether a unit is a sample, a rollout or a group. The deadline of a unit is its
-`start_version` plus `max_staleness`. Training on the next plan takes place at version `V` at the latest. `V` is the
-published version plus the number of planned batches that no publication has reported as trained. Each plan contains `B`
-units. The rule: for every `j`, at most `j * B` outstanding units outside the plan may be due by `V + j`. Outstanding
-units include both ready units and units that are still being generated. The section "The bound" in
+`start_version` plus `max_staleness`. When the next plan is trained on, the version is at most `V`. `V` is the published
+version plus the number of planned batches that have not yet been reported as trained. Each plan contains `B` units.
+According to the rule, for every `j`, at most `j * B` outstanding units outside the plan may be due by `V + j`.
+Outstanding units include both ready units and units that are still being generated. The section "The bound" in
 docs/asynchronous_rl.md proves that this rule bounds staleness.
 
 The rule therefore limits how many units in a plan may be due after `V`, after `V + 1`, and so on. The permitted plans
@@ -30,12 +30,12 @@ from tq_service.state.plan import ClaimRequest, Indexes
 class DueUnits:
     """The unplanned units of a task and their deadlines.
 
-    After a trainer has restarted from an old checkpoint, more units may be due than plans can include in time. Each
-    plan then includes as many of the units with the earliest deadlines as possible.
+    After a trainer has restarted from an old checkpoint, more units may be due than fit into the plans before their
+    deadlines. Each plan then includes as many of the units with the earliest deadlines as possible.
 
     Args:
         deadlines: latest permitted training version of each unit, as an array of shape `(n,)`.
-        version: latest version at which training on the next plan can take place.
+        version: latest policy version at which the trainer can train on the next plan.
         max_staleness: maximum number of versions by which a unit may be stale (see `Admission`).
         batch_size: number of units per plan.
 
@@ -59,7 +59,7 @@ class DueUnits:
         return np.cumsum(np.bincount(self.due_in[is_counted], minlength=max_staleness + 1))
 
     def choose(self, units: Sequence[int] | Indexes) -> Indexes:
-        """Select up to `batch_size` of the given units for a plan, in the given order, as far as the rule permits.
+        """Select up to `batch_size` of the given units, in order, such that a plan of these units obeys the rule.
 
         Args:
             units: ready units, in order of preference.
@@ -82,13 +82,13 @@ class DueUnits:
         return np.asarray(taken, np.int64)
 
     def permits(self, units: Indexes) -> bool:
-        """Return whether a plan may consist of exactly these units and leave all other units unplanned."""
+        """Return whether a plan may take exactly these units and leave all others unplanned."""
         is_left = np.ones(self.due_in.size, np.bool_)
         is_left[units] = False
         return bool((self._due_counts(is_left, self._due.size - 1) <= self._most_left).all())
 
     def waits_for(self, ready: Indexes) -> Indexes:
-        """Return the unready units that block plans.
+        """Return the units that block plans because they are not ready.
 
         A unit blocks plans if it is due before all units that could replace it.
         """
@@ -104,11 +104,11 @@ class DueUnits:
 
 
 def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
-    """Reject a claim of a task with `max_staleness` unless the claim requests batches of the admission's size and unit.
+    """Check that a claim of a task with `max_staleness` requests batches of the admission's size and unit.
 
     Raises:
-        InvalidArgumentError: a queue worker makes the claim, or the claim requests a different number or kind of units
-            or reuses samples.
+        InvalidArgumentError: the claim comes from a queue worker, reuses samples, or requests a different number or
+            kind of units.
     """
     spec, wanted = request.batch_spec, request.plan_request
     unit, size = admission.unit, admission.global_batch
@@ -119,14 +119,14 @@ def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
         )
     if spec.max_uses != 1:
         raise InvalidArgumentError(
-            f"{whose} requires each sample to be trained once, but max_uses is {spec.max_uses}; omit max_uses",
+            f"{whose} requires each sample to be trained on once, but max_uses is {spec.max_uses}; omit max_uses",
             field="max_uses",
         )
     if wanted.batch_unit != unit or wanted.total_size != size:
         raise InvalidArgumentError(
             f"{whose} requires batches of {size} {unit}s over all ranks; got {wanted.batch_size} {wanted.batch_unit}s "
-            f"for each of {wanted.rank_count} ranks. Use batch_unit {unit!r} and a batch_size that yields {size}, or "
-            f"create the partition with a different global_batch",
+            f"for each of {wanted.rank_count} ranks. Use batch_unit {unit!r} and a batch_size that yields a total of "
+            f"{size}, or create the partition with a different global_batch",
             field="batch_size",
             metadata={"got": str(wanted.total_size), "expected": str(size)},
         )
@@ -139,11 +139,11 @@ class StalenessBound:
 
     Args:
         partition: partition that contains the units.
-        task: ledger of the task.
+        task: the task's ledger.
         admission: the task's admission, which sets the staleness bound.
         left: function that returns the positions of all rows that the task has not consumed. The result may include
             other rows.
-        is_ready: function that returns a mask of the rows that are ready, regardless of the staleness bound.
+        is_ready: function that returns a mask of the rows that are ready if the staleness bound is ignored.
         in_order: function that sorts rows by preference.
         no_more: True if no more rows can be inserted. In that case, groups without a declared size count as complete,
             and a plan may contain fewer units than a full batch.
@@ -171,7 +171,7 @@ class StalenessBound:
 
     @property
     def _version(self) -> int | None:
-        """Latest version at which training on the next plan can take place; None if no version has been published."""
+        """Latest policy version at which the trainer can train on the next plan; None if no version is published."""
         policy = self._partition.policies.get(self._admission.policy)
         return None if policy is None else policy.version + len(self._task.delivered_units)
 
@@ -192,13 +192,13 @@ class StalenessBound:
         return np.where(slots < 0, -2 - positions, slots)
 
     def _slots(self, positions: Indexes) -> Indexes:
-        """Return the slot of each row's group or rollout, or -1 if the row itself is a unit."""
+        """Return, for each row, the slot of its group or rollout, or -1 if the row itself is a unit."""
         if self._admission.unit == "sample" or not self._partition.groups.in_use:
             return np.full(positions.size, -1)
         return self._partition.groups.of_unit(self._admission.unit, positions)
 
     def _ready_units(self, positions: Indexes, unit_of: Indexes) -> Indexes:
-        """Return the complete units whose rows are all ready, in order of preference."""
+        """Return the complete units whose rows are all ready, most preferred units first."""
         is_ready, slots = self._is_ready(positions), self._slots(positions)
         if (named := slots[slots >= 0]).size:
             is_ready[slots >= 0] &= self._partition.groups.is_complete(named, None, no_more=self._no_more)
@@ -228,7 +228,7 @@ class StalenessBound:
         return positions[np.isin(unit_of, chosen)] if is_whole else positions[:0]
 
     def permits(self, plan: RecordedPlan, taken: Indexes, sampler: str, *, is_last: bool) -> bool:
-        """Return whether the staleness bound currently permits a plan, given the rows that the plan leaves unplanned.
+        """Return whether the staleness bound currently permits a plan to leave all other rows unplanned.
 
         Args:
             plan: plan that the sampler returned.
@@ -253,9 +253,9 @@ class StalenessBound:
         return due.permits(np.unique(unit_of[np.isin(positions, taken)]))
 
     def staleness_of(self, planned: Indexes) -> int | None:
-        """Return the maximum staleness of the latest plan's rows at the time they are trained.
+        """Return the maximum staleness that the latest plan's rows will have when they are trained on.
 
-        Return None if the rows no longer exist, or no version has been published.
+        Return None if the rows no longer exist or if no version has been published.
         """
         starts, present = self._partition.meta.typed(START_VERSION, planned[planned >= 0])
         version = self._version
@@ -276,7 +276,7 @@ class StalenessBound:
         return positions[by_unit], np.unique(unit_of[by_unit], return_counts=True)[1], ready.size
 
     def late(self) -> Evicted | None:
-        """Return the late units that must be evicted before a batch can be planned, or None if no unit is late."""
+        """Return the late units that must be evicted before a batch can be planned, or None if there are none."""
         if self._admission.late == "wait":
             return None
         positions, sizes, ready_count = self._awaited()

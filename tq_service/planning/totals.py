@@ -17,7 +17,7 @@ from tq_service.state.plan import Indexes, Pack, TotalsOfStep
 def with_totals(
     plan: RecordedPlan, partition: Partition, positions: Indexes, lengths: Indexes | None, summed: tuple[str, ...]
 ) -> RecordedPlan:
-    """Add totals for each step to a plan, and return the new plan.
+    """Return a plan that also contains totals for each step.
 
     Args:
         plan: plan without totals.

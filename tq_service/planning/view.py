@@ -1,7 +1,7 @@
-"""The search for a claim's next plan.
+"""The search for the plan that a claim receives next.
 
 `Readiness` tests whether rows are ready, `Scan` finds the first ready rows, and `PartitionView` presents these rows to
-the sampler. `Search` checks the sampler's plan, or counts the samples at the end of the task.
+the sampler. `Search` checks the sampler's plan or, at the end of the task, counts the samples.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Requirement(NamedTuple):
     Attributes:
         lack: reason to report for rows that do not meet the condition.
         name: name of the field or column.
-        is_met: function that returns a mask of the rows that meet the condition, of shape `(n,)`.
+        is_met: function that returns which rows meet the condition, as a mask of shape `(n,)`.
     """
 
     lack: Lack
@@ -124,7 +124,7 @@ class Readiness:
         return self.ready_but_for(rows)
 
     def ready_but_for(self, rows: Rows, *lacks: Lack) -> NDArray[np.bool_]:
-        """Return a mask of shape `(n,)` of the rows that meet all requirements, ignoring those listed in `lacks`."""
+        """Return a mask of shape `(n,)`: whether each row meets all requirements, ignoring those listed in `lacks`."""
         mask: NDArray[np.bool_] = self.partition.state.data[rows] == self._state
         mask &= self.task.claim.data[rows] == UNCLAIMED
         for each in self.requirements:
@@ -137,8 +137,8 @@ class Readiness:
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
         """Return a mask of the rows that `where` excludes permanently.
 
-        A row is excluded if its value can never satisfy a condition, or if it has all its data but no value for a
-        condition.
+        A row is excluded if its value can never satisfy a condition. A row is also excluded if it has all its data, but
+        not the value that a condition tests.
         """
         mask = np.zeros(self.table.index[rows].size, np.bool_)
         for condition, may_hold_later in zip(self.key[1], self._may_hold_later, strict=True):
@@ -148,7 +148,7 @@ class Readiness:
         return mask
 
     def evictable(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return a mask of the unconsumed live rows that `where` excludes permanently."""
+        """Return a mask that marks the unconsumed live rows among `rows` that `where` permanently excludes."""
         mask: NDArray[np.bool_] = self.partition.state.data[rows] == LIVE
         mask &= self.task.claim.data[rows] == UNCLAIMED
         return mask & self.excluded(rows) if self.key[1] else np.zeros(mask.size, np.bool_)
@@ -165,7 +165,7 @@ class Readiness:
         """Return a mask of the rows that have a length for the sampler, including invalid lengths.
 
         An invalid token count is an error only for claims that would deliver the row (see `lengths`). If a row has no
-        length because it is missing a requested field, the missing length is not reported as a second reason.
+        length because it lacks a requested field, only the missing field is reported as a reason.
         """
         source = self._length
         if source.is_longest_sequence and not self.lacks_sequences:
@@ -188,7 +188,7 @@ class Readiness:
         return lengths
 
     def counts(self, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return the token counts in the length source's column, and a mask of shape `(n,)` of the rows with a count.
+        """Return the token counts in the length source's column, and a `(n,)` mask that marks the rows with a count.
 
         Raises:
             InvalidArgumentError: a row's length is not a valid token count.
@@ -205,7 +205,7 @@ class Readiness:
         return values, present
 
     def _row_lengths(self, rows: Rows) -> Indexes:
-        """Return row lengths computed from fields. Unknown lengths are -1."""
+        """Compute the lengths of rows from their fields. Unknown lengths are -1."""
         if not self._length.is_longest_sequence:
             return self.field_lengths(self._length.field, rows)
         lengths = np.full(self.table.index[rows].size, -1)
@@ -252,10 +252,10 @@ def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
 
 @dataclass(slots=True, eq=False)
 class ScanWatch:
-    """A record of row changes during scans that run off the event loop or in several event-loop steps.
+    """Tracks row changes during scans that run off the event loop or take several event-loop steps.
 
     Attributes:
-        found: start positions found by the watched scans, for use by later scans.
+        found: start positions for later scans, as determined by the watched scans.
         lowest: lowest global index of any row written or reopened during the watched scans. None if no rows changed.
     """
 
@@ -264,10 +264,10 @@ class ScanWatch:
 
 
 class ScanStarts:
-    """The start positions of scans for a task's ready rows, by kind of claim. These positions depend only on the rows.
+    """Positions where scans for a task's ready rows start, by kind of claim. These positions depend only on the rows.
 
     With start positions, the cost of a claim depends on the size of its batch, not on the size of the partition. A few
-    ready rows may precede a start position, separated from it by many unready rows. Such rows may be members of a group
+    ready rows may lie before a start position, with many unready rows in between. Such rows may be members of a group
     that never becomes complete, or the few rows that satisfy `where`. A write to an earlier row moves the start
     position back to that row. The number of start positions is limited, so positions for unused kinds of claims do not
     accumulate.
@@ -288,7 +288,7 @@ class ScanStarts:
         self._partition.on_reset.remove(self._on_reset)
 
     def _on_reset(self, task_name: str) -> None:
-        """Restart scans from the first row, because a reset makes rows ready without a write."""
+        """Restart scans from the first row, because a reset makes rows ready without writing to them."""
         if task_name == self._task_name:
             self._clear()
             self._lower(0)
@@ -308,7 +308,7 @@ class ScanStarts:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[ScanWatch]:
-        """Save the start positions found by scans in the `with` block.
+        """Save the start positions that scans find in the `with` block, so that later scans can use them.
 
         If rows change during the block, the saved positions are moved back to the first changed row.
         """
@@ -326,7 +326,7 @@ class ScanStarts:
         return self._starts.get(key, _NO_START)
 
     def set(self, key: ScanKey, start: Start) -> None:
-        """Set the start position for later scans."""
+        """Set the start position of later scans, and the earlier rows that these scans must also test."""
         if key not in self._starts:
             size = sum(_VALUE_BYTES + len(str(value)) for condition in key[1] for value in condition.values)
             if len(self._starts) >= _MOST_SCAN_STARTS or self._used_bytes + size > _MOST_SCAN_START_BYTES:
@@ -341,16 +341,16 @@ def _lowered(start: Start, first: int) -> Start:
 
 
 class Scan:
-    """A search for ready rows that starts at the first ready row of an earlier scan and stops as early as possible.
+    """Searches for ready rows, starting at the first ready row of an earlier scan and stopping as early as possible.
 
     On the event loop, a scan runs in a single step, and raises `MustBeAwaited` if it would take too long. Off the event
-    loop, a scan runs in parts, and releases the interpreter lock between parts.
+    loop, a scan is split into parts and releases the interpreter lock after each part.
 
     Attributes:
         rows: object that tests whether rows are ready.
         count: number of rows in the table when the scan was created.
         is_on_loop: whether the scan runs in a single event-loop step.
-        at_once: number of rows per part or, on the event loop, the maximum number of rows to scan.
+        at_once: number of rows to scan in each part or, on the event loop, the maximum number of rows to scan.
         seen_count: number of ready rows found so far.
         exhausted: whether all rows have been tested.
     """
@@ -372,7 +372,7 @@ class Scan:
             starts: start positions of scans.
             orders: columns that determine the order of the ready rows, most significant first.
             watch: object that records row changes during the scan. None if the scan runs in a single event-loop step.
-            look_past: number of ready rows to skip at the start and leave to other claims.
+            look_past: number of ready rows at the start that the scan skips and leaves for other claims.
             of: kind of rows to find. "ready" finds ready rows. "left" finds all unconsumed rows, whether or not they
                 are ready. "evictable" finds rows that a claim may evict because `where` excludes them.
         """
@@ -406,7 +406,7 @@ class Scan:
         return False
 
     def first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Yield growing arrays with the positions of the first ready rows in order, each with an "is last" flag.
+        """Yield ever longer arrays of the first ready rows' positions, in order, each with an "is last" flag.
 
         Args:
             least: approximate size of the first array. If None, all rows are yielded at once.
@@ -419,7 +419,7 @@ class Scan:
             yield found[self._look_past :], is_last
 
     def _first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Test growing ranges of rows up to the end of the table. After each, yield all ready rows found so far."""
+        """Test growing ranges of rows up to the table's end. After each range, yield all ready rows found so far."""
         found, start = self._first_candidates()
         size = self.count if least is None else max(_LEAST_CHUNK, least)
         while True:
@@ -442,7 +442,7 @@ class Scan:
             size *= 2
 
     def _first_in_order(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Find all ready rows, and yield growing arrays of the first rows in order."""
+        """Find all ready rows, and yield ever longer arrays of the rows that come first in order."""
         if self.is_on_loop and self.count - self._first_candidates()[1] > _MOST_ORDERED_ON_LOOP:
             raise MustBeAwaited
         ((ready, _),) = self._first(None)
@@ -454,7 +454,7 @@ class Scan:
             least *= 4
 
     def _first_candidates(self) -> tuple[Indexes, int]:
-        """Return the positions of the ready rows before the scan's start, and the start position itself."""
+        """Return the positions of the ready rows that precede the scan's start, and the start position."""
         start, apart = self._starts.get(self._key)
         if apart.size:
             apart = self.rows.table.find(apart)
@@ -658,16 +658,15 @@ class Planned:
 class Miss:
     """The result of a search that found no plan. Another search is pointless until the state changes.
 
-    A recorded miss avoids the scans that each inserted row, and each claim at the end of a partition, would otherwise
-    trigger.
+    Without a recorded miss, each inserted row and each claim at the end of a partition would trigger another scan.
 
     Attributes:
         state_version: state version of the partition when the search started.
         row_version: row version that the partition must reach before another search can succeed.
         consumed: numbers of rows that the task had consumed and leased when the search started. None if these numbers
             do not affect whether the task ends.
-        leased: number of rows that all tasks had leased when the search started. None if the claim does not evict
-            samples.
+        leased: number of rows that all tasks together had leased when the search started. None if the claim does not
+            evict samples.
     """
 
     state_version: int = -1
@@ -676,7 +675,7 @@ class Miss:
     leased: int | None = None
 
     def is_current(self, partition: Partition, task: TaskLedger) -> bool:
-        """Return whether a new search would also fail because too little has changed since this search."""
+        """Return whether so little has changed since this search that a new search would also fail."""
         return (
             partition.state_version == self.state_version
             and partition.row_version < self.row_version
@@ -692,7 +691,7 @@ def leased_by_all(partition: Partition) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndFound(Miss):
-    """The end of a task's data. No plan can follow unless the state changes."""
+    """A search result that marks the end of a task's data. No plan can follow unless the state changes."""
 
     end: EndCounts
 
@@ -714,8 +713,8 @@ class Search:
     If the claim evicts units that its task can never receive, call `look_for_evicted` before `conclude`.
 
     A search only reads the state, and does not run the sampler itself. If a search takes a single event-loop step, its
-    result is consistent. If a search takes several steps, a plan is valid while all its rows are ready; the end of the
-    data is valid only if nothing has changed.
+    result is consistent. If a search takes several steps, a plan is valid while all its rows are ready. In contrast, an
+    end of the data is valid only if the state is unchanged since the search started.
 
     Attributes:
         view: view of the partition that is passed to the sampler.
@@ -762,7 +761,7 @@ class Search:
 
     @property
     def is_current(self) -> bool:
-        """Whether nothing has changed since the search started."""
+        """Whether the state is unchanged since the search started."""
         return self._marks == self._begun_at
 
     @property
@@ -781,7 +780,7 @@ class Search:
         """Prepare for the last batch, which may be short. Return False if more rows can become ready.
 
         Raises:
-            MustBeAwaited: the test would take too long on the event loop.
+            MustBeAwaited: the check would block the event loop for too long.
         """
         is_closed = self._partition.sealed or (self._spec.finite and self._partition.may_end_finite)
         if not is_closed or not self.is_current:
@@ -829,9 +828,9 @@ class Search:
         return self._task.backlog + self._task.skipped_count - self.view.scan.seen_count
 
     def _count_end(self) -> EndCounts | None:
-        """Count the samples at the end of the task's data. Return None if a row may still become ready.
+        """Return the sample counts at the end of the task's data, or None if any row can still become ready.
 
-        At the end, no new rows can be inserted, but leased rows may be released.
+        At this point, no new rows can be inserted, but rows that are still leased may be released.
         """
         partition, task, rows, grouping = self._partition, self._task, self._rows, self.view.grouping
         consumed, inserted = task.consumed_count, partition.inserted_count
@@ -911,7 +910,7 @@ class Search:
     # Results
 
     def conclude(self, plan: Plan | None) -> Found:
-        """Return a plan to record in this event-loop step, the end of the task's data, or a miss.
+        """Return the outcome: a plan to record in this event-loop step, the end of the task's data, or a miss.
 
         Raises:
             InvalidArgumentError: see `check_batch` and `with_totals`.
@@ -958,7 +957,7 @@ class Search:
         return Planned(recorded, positions, self.view.grouping, self._rows, self.evicted, lengths)
 
     def _with_totals(self, recorded: RecordedPlan, positions: Indexes) -> tuple[RecordedPlan, Indexes | None]:
-        """Add totals to a batch for ranks. Return the batch and its row lengths (None if any length is unknown).
+        """Add totals to a rank batch. Return the batch and its row lengths (None if any length is unknown).
 
         A plan for a queue worker is returned unchanged.
 
@@ -993,7 +992,7 @@ class Search:
         )
 
     def _check_length_source(self) -> None:
-        """Raise MissingLengthError if the fields can never have lengths, and no sample has a length in custom_meta.
+        """Raise MissingLengthError if the fields can never have lengths and no sample has a length in custom_meta.
 
         In all other cases, the claim waits, because a put or a SetCustomMeta call can still add the missing lengths.
         """
@@ -1023,7 +1022,7 @@ class Search:
         )
 
     def _why_no_lengths(self, source: LengthSource) -> str:
-        """Return the reason why the fields of a length source have no lengths."""
+        """Return an explanation of why the fields of a length source provide no lengths."""
         if source.is_longest_sequence:
             names = ", ".join(map(repr, self._spec.data_fields)) or "none"
             return f"data_fields is {names}, without a field of one-dimensional rows that may differ in length"

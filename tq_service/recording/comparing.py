@@ -1,4 +1,4 @@
-"""Statistics of a recorded step, and the differences between two steps, computed only from metadata."""
+"""Statistics of a recorded step and differences between two steps, both computed from metadata alone."""
 
 from __future__ import annotations
 
@@ -66,19 +66,20 @@ class StepFacts:
         distinct_count: number of distinct delivered samples.
         group_count: number of named groups.
         dropped_count: number of samples that the plan dropped.
-        samples_per_rank: number of samples per rank.
+        samples_per_rank: number of samples assigned to each rank.
         packs_per_rank: number of packs or micro-batches per rank.
         optimizer_steps: number of optimizer steps.
         tokens_per_rank: number of tokens per rank, or None if lengths are unknown.
-        imbalance: highest token count of a rank divided by the mean, minus 1. None if lengths are unknown.
+        imbalance: token count of the most heavily loaded rank, divided by the mean over all ranks, minus 1. None if
+            lengths are unknown.
         padding_tokens: number of padding tokens in all packs.
         lengths: distribution of sample lengths, in tokens.
         policies: published version of each policy, by name.
-        staleness: distribution of the published version minus each sample's `start_version` (or `version`).
+        staleness: distribution of the samples' staleness: the published version minus `start_version` (or `version`).
         fields: description of each field, by name.
         custom_meta: distribution of the values in each numeric column, and counts of the most frequent values in each
             other column.
-        put_bytes: total size of the puts that the step references, in bytes.
+        put_bytes: total size, in bytes, of the puts that the step references.
     """
 
     number: int
@@ -108,7 +109,7 @@ class StepFacts:
 
 
 class StepSamples:
-    """The samples of a recorded step and their metadata."""
+    """The samples of a recorded step, with their metadata."""
 
     def __init__(self, step: RecordedStep) -> None:
         self.step = step
@@ -142,7 +143,7 @@ class StepSamples:
         return column.values.astype(np.int64)
 
     def staleness(self) -> Spread:
-        """Return the distribution of staleness, that is, of how many versions each sample is behind."""
+        """Return the distribution of the samples' staleness, in versions."""
         published = [version for _, version in self.step.policies]
         column = next((self.columns[name] for name in _VERSIONS if name in self.columns), None)
         if column is None or column.values.dtype.kind not in "if" or len(published) != 1:
@@ -198,7 +199,7 @@ class Names:
 
     Attributes:
         count: total number of samples or groups.
-        first: names or indexes of the first few samples or groups.
+        first: the first few names or indexes of the samples or groups.
     """
 
     count: int
@@ -216,11 +217,11 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedColumn:
-    """The differences between two steps in one custom_meta column, for samples that are in both steps.
+    """The differences in one custom_meta column between two steps, for samples that both steps contain.
 
     Attributes:
         count: number of samples whose values differ.
-        examples: the name and both values for a few of the differing samples.
+        examples: name and both values of a few differing samples.
     """
 
     count: int
@@ -233,16 +234,17 @@ class StepDifference:
 
     Attributes:
         first, second: statistics of the two steps.
-        matched_by: attribute by which samples are matched, "key" or "global_index". The value is empty if samples
-            cannot be matched because the partitions differ and some samples have no key.
+        matched_by: attribute by which samples are matched, "key" or "global_index". If the partitions differ and some
+            samples have no key, samples cannot be matched, and the value is empty.
         common_count: number of samples that are in both steps.
-        only_first, only_second: samples contained only in the first step, or only in the second step.
-        groups_only_first, groups_only_second: groups contained only in the first step, or only in the second step.
+        only_first, only_second: samples that are only in the first step, and samples that are only in the second step.
+        groups_only_first, groups_only_second: groups that are only in the first step, and groups that are only in the
+            second step.
         moved_count: number of common samples assigned to different ranks in the two steps.
         changed_columns: differences in the custom_meta of common samples, by column name.
         request: claim arguments that differ, each with both values.
-        fields: fields that differ, each with both descriptions.
-        policies: policies whose published versions differ, each with both versions.
+        fields: fields that differ, each with its descriptions in both steps.
+        policies: policies whose published versions differ between the steps, and both versions of each.
     """
 
     first: StepFacts

@@ -4,9 +4,9 @@
     puts/9f3c1a2b-41                 tables and values of several puts that were in memory, in order
     puts/9f3c1a2b-42.seg             one put: a file of the data directory, linked under this name
 
-Step numbers continue after a restart. `9f3c1a2b` identifies one run of the service, so no name is used twice. A put is
-stored only once, before the first step that references the put. Every stored step is therefore complete, even if the
-service is killed. Claims for a step can be answered without reading any other step.
+Step numbers continue after a restart. In these names, `9f3c1a2b` identifies one run of the service, so no two runs use
+the same name. A put is stored only once, before the first step that references the put. Every stored step is therefore
+complete, even if the service is killed. Claims for a step can be answered without reading any other step.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class PutPlace:
     """The location of a put's bytes in a recording.
 
     Attributes:
-        record: record of the put, which includes the size and checksum of its bytes.
-        names: names of the objects that, when concatenated, contain the bytes.
+        record: the put's record, which contains the size and checksum of the put's bytes.
+        names: names of the objects whose concatenation contains the bytes.
         start: offset of the bytes in the concatenated objects.
     """
 
@@ -45,7 +45,7 @@ class PutPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A recorded step, that is, one batch as planned for the ranks of a task.
+    """A recorded step, that is, one batch as planned for a task's ranks.
 
     Attributes:
         number: number of the step in the recording, starting at 1.
@@ -58,9 +58,9 @@ class RecordedStep:
         policies: pairs of a policy name and its published version.
         meta: serialized `BatchMeta` of all ranks' samples, in the order of `plan.rows`, with the fields that all
             samples have.
-        empty_fields: serialized `FieldSpec`s for ranks without samples, or empty if every rank has samples.
+        empty_fields: serialized `FieldSpec`s that ranks without samples receive. Empty if every rank has samples.
         puts: locations of the puts that `meta` references.
-        format: format version of this record.
+        format: version of the record format.
     """
 
     number: int
@@ -97,12 +97,12 @@ def step_number(name: str) -> int:
 
 
 def encode_step(step: RecordedStep) -> bytes:
-    """Encode a step as the bytes of its object."""
+    """Encode a step as the contents of its object."""
     return codec.encode_named(step)
 
 
 def decode_step(name: str, data: memoryview) -> RecordedStep:
-    """Decode a step from the bytes of the step's object.
+    """Decode a step from the contents of its object.
 
     Raises:
         DataLossError: the step is damaged.
@@ -116,9 +116,7 @@ def decode_step(name: str, data: memoryview) -> RecordedStep:
             )
         return codec.decode_named({RecordedStep.__name__: RecordedStep}, kind, fields)
     except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
-        raise DataLossError(
-            f"{name} of the recording cannot be decoded as a step ({error}); the object is damaged"
-        ) from error
+        raise DataLossError(f"{name} of the recording is damaged and cannot be decoded as a step: {error}") from error
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -1,6 +1,6 @@
 """Places that store recordings: a directory, which may share files with a data directory, or an object store.
 
-Both kinds of place store named objects. An object is written once and atomically. An object's header contains the
+Either kind of place stores named objects. An object is written once and atomically. An object's header contains the
 object's size and checksum, which are used to detect damage. A file shared with a data directory has no such header, so
 its bytes are verified against the checksum of the put.
 """
@@ -45,7 +45,7 @@ _LOCK: Final = "lock"
 _PART_SUFFIX: Final = ".part"
 _MOST_BUFFERS: Final = 512  # maximum number of buffers per writev call; the system limit is 1,024
 _SLACK_SHARE: Final = 16
-"""A linked file is truncated only if its unused part exceeds 1/16 of its used part, because truncation is slow."""
+"""Because truncation is slow, a linked file is truncated only if its unused part exceeds 1/16 of its used part."""
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_LINK: Final = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS})
@@ -54,7 +54,7 @@ _CANNOT_LINK: Final = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.
 class Place(ABC):
     """Storage for the named objects of one recording.
 
-    A place must be used from a single event loop. A place's methods do not block the loop.
+    A place must be used from a single event loop. Its methods do not block this loop.
 
     Attributes:
         name: path or URL as shown to users, with passwords removed.
@@ -80,17 +80,17 @@ class Place(ABC):
         """
 
     async def link(self, files: Sequence[tuple[str, Path, int]]) -> bool:
-        """Link existing files into this place, and truncate files with a large amount of unused space.
+        """Link existing files into this place. Files with much unused space at the end are truncated.
 
         Args:
-            files: for each file, its name in this place, its path, and the number of bytes used. Nothing may write to
-                these files anymore.
+            files: tuples of a file's name in this place, its path, and the number of bytes used. These files must no
+                longer be written to.
 
         Returns:
-            Whether the files were linked; false if the place cannot contain links to these files.
+            True if the files were linked, or False if this place cannot contain links to them.
 
         Raises:
-            TqError: the files cannot be linked at the moment.
+            TqError: the files could not be linked, but a later attempt may succeed.
         """
         return False
 
@@ -116,11 +116,11 @@ class Place(ABC):
 
     @abstractmethod
     async def names(self, prefix: str) -> list[str]:
-        """Return the sorted names of all objects that begin with `prefix`, which must end with a slash."""
+        """Return, in sorted order, all object names that begin with `prefix`, which must end with a slash."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the place. Closing a place again has no effect."""
+        """Close the place. Closing it again has no effect."""
 
 
 class Directory(Place):
@@ -130,8 +130,8 @@ class Directory(Place):
         path: path of the directory, which is created when the place is opened for writing.
         sync: whether to sync each written object to disk, instead of letting the operating system write it later.
         least_free_bytes: disk space that the recording must leave free, in bytes.
-        segments: store that takes back data-directory files for reuse once they are removed from the recording; if
-            None, the files are deleted.
+        segments: store that takes back data-directory files for reuse once the recording no longer contains them. If
+            None, these files are deleted.
     """
 
     def __init__(
@@ -211,8 +211,8 @@ class Directory(Place):
         if free_bytes - size < self._least_free_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"the disk has only {free_bytes} bytes free, and a recording must leave {self._least_free_bytes} bytes "
-                "free",
+                f"the disk has only {free_bytes} bytes free, but a recording must leave at least "
+                f"{self._least_free_bytes} bytes free",
             )
 
     def _sync_parent(self, path: Path) -> None:
@@ -367,7 +367,7 @@ class Objects(Place):
 
 
 def place_of(where: str, *, sync: bool = False, segments: SegmentBlobs | None = None) -> Place:
-    """Create the place for a path or an object store URL. `sync` and `segments` apply only to directories.
+    """Create a `Place` for a path or an object store URL. `sync` and `segments` apply only to directories.
 
     Raises:
         InvalidArgumentError: the URL does not match any object store, or the object store cannot store a recording.

@@ -1,4 +1,4 @@
-"""Reads recordings: the list of steps, a single step, one rank's part of a step, and the bytes of puts."""
+"""Reads from a recording: the list of steps, a single step, one rank's part of a step, or the bytes of puts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NO_PLAN: Final = RecordedPlan(rows=np.zeros(0, np.int64), sizes=())
 
 
 async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
-    """Read a step, and return it together with the size of its object in bytes.
+    """Read a step, and return the step and the size of its object in bytes.
 
     Raises:
         DataLossError: the step is missing or damaged.
@@ -47,9 +47,7 @@ async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
         try:
             return decode_step(name, memoryview(zlib.decompress(data)))
         except zlib.error as error:
-            raise DataLossError(
-                f"{name} of the recording cannot be decompressed ({error}); the object is damaged"
-            ) from error
+            raise DataLossError(f"{name} of the recording is damaged and cannot be decompressed: {error}") from error
 
     return await asyncio.to_thread(decoded), len(data)
 
@@ -95,7 +93,7 @@ class Recording:
     A recording must be used from a single event loop.
 
     Attributes:
-        place: place where the recording is stored.
+        place: storage location of the recording.
         steps: steps sorted by number. If a batch was recorded twice, only the last step recorded for the batch is
             included.
         damaged: error message for each damaged step, by object name.
@@ -107,14 +105,14 @@ class Recording:
         self.damaged: dict[str, str] = {}
 
     async def open(self, wanted: Asked | None = None) -> None:
-        """Open the place and read all steps.
+        """Open the recording and read all steps.
 
         Args:
             wanted: selection of the steps whose plans and metadata are kept in memory, or None for all steps. The plans
                 and metadata of unselected steps are discarded, because a recording may contain thousands of steps.
 
         Raises:
-            TqError: the place is not a recording, or cannot be read.
+            TqError: `place` is not a recording, or cannot be read.
         """
         await self.place.open(for_writing=False)
         try:
@@ -153,7 +151,7 @@ class Recording:
         return [step for step in found if (step.incarnation, step.epoch) == last[step.partition_id, step.task_name]]
 
     def one(self, asked: Asked) -> RecordedStep:
-        """Return the only step that matches a selection.
+        """Return the single step that matches a selection.
 
         Raises:
             NotFoundError: no step matches.
@@ -193,7 +191,7 @@ class Recording:
         return data
 
     async def close(self) -> None:
-        """Close the place where the recording is stored."""
+        """Close the recording's storage location."""
         await self.place.close()
 
 
@@ -243,7 +241,7 @@ class RecordedPuts(Backing[PutPlace]):
         self._recording = recording
 
     def add(self, steps: Sequence[RecordedStep]) -> None:
-        """Add the puts of the given steps. This object must already be the backing of a storage engine."""
+        """Add the puts of the given steps. This object must already serve as the backing of a storage engine."""
         places = {place.record.put_id: place for step in steps for place in step.puts}
         self._unfetched.update(places)
         self.on_recovered(
@@ -251,7 +249,7 @@ class RecordedPuts(Backing[PutPlace]):
         )
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put that has not been loaded yet, or None for any other put."""
+        """Return a put's partition if the put has not been loaded yet, and None otherwise."""
         place = self._unfetched.get(put_id)
         return None if place is None else place.record.partition_id
 
@@ -278,7 +276,7 @@ def samples_of(
     """Return a copy of a response that contains only the selected samples.
 
     Args:
-        meta: response that contains the metadata of all its samples.
+        meta: complete response, with the metadata of all samples.
         positions: positions of the selected samples in the response.
         empty_fields: serialized field specs to return if no samples are selected.
     """
@@ -325,7 +323,7 @@ def _locations_of(locations: metadata_pb2.Locations, positions: Indexes) -> meta
 
 
 def only_fields(meta: metadata_pb2.BatchMeta, names: Sequence[str]) -> None:
-    """Return a copy of a response that contains only the named fields, in the given order.
+    """Modify a response in place so that it contains only the named fields, in the given order.
 
     Raises:
         FieldNotFoundError: the response does not contain one of the fields.
@@ -360,5 +358,5 @@ def positions_of_rank(step: RecordedStep, dp_rank: int) -> Indexes:
 
 
 def parts_of(step: RecordedStep) -> Iterator[RankPlan]:
-    """Yield the part of a step's plan for each rank."""
+    """Yield each rank's part of a step's plan."""
     return (step.plan.part(dp_rank) for dp_rank in range(step.dp_size))

@@ -1,4 +1,4 @@
-"""The recorder, which writes each step that a service plans to a recording, and removes the oldest steps.
+"""The recorder, which saves every step planned by a service in a recording, and removes the oldest steps.
 
     planned -> taken (bytes pinned, files kept) -> puts written or linked -> step written -> removed by retention
 
@@ -35,7 +35,7 @@ from tq_service.storage.mirror.layout import cut
 
 _log = logging.getLogger(__name__)
 MOST_PENDING_BYTES: Final = 1 << 30
-"""Maximum number of bytes of in-memory puts waiting to be written. These bytes count towards the storage quota."""
+"""Maximum total size, in bytes, of in-memory puts that wait to be written. They count toward the storage quota."""
 
 _PAUSES_SECONDS: Final = (0.2, 1.0, 3.0)  # pause before each retry while the place is unavailable
 _CLOSE_SECONDS: Final = 10.0
@@ -48,11 +48,11 @@ _COMPRESSION: Final = 1  # zlib level for steps; the lowest level suffices becau
 
 @dataclass(slots=True, eq=False)
 class _Put:
-    """A put that has been recorded, or will be recorded together with a waiting step.
+    """A put that has already been recorded, or will be recorded with a waiting step.
 
     Attributes:
         place: location of the put's bytes, or None until the bytes have been written.
-        pack: objects that contain the bytes. None until the bytes are written.
+        pack: objects that contain the bytes, or None until the bytes have been written.
         step_count: number of stored or waiting steps that reference the put.
     """
 
@@ -63,12 +63,12 @@ class _Put:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A step that waits to be written.
+    """A step waiting to be written.
 
     Attributes:
         step: step to be written, whose number and put locations are not set yet.
         put_ids: ids of the puts that the step references.
-        kept: puts that no earlier step references, by id.
+        kept: by id, the puts that this step is the first to reference.
         size: memory used by the puts in `kept`, in bytes.
     """
 
@@ -95,7 +95,7 @@ class Recorder:
     """Records the steps that a service plans. A recorder must be used from a single event loop.
 
     Args:
-        place: place where the recording is stored. Closed by `close`.
+        place: directory or object store that contains the recording. Closed by `close`.
         most_steps: maximum number of stored steps, or None for no limit.
         most_bytes: maximum size of all stored steps, in bytes. None for no limit. The last step is always kept.
         most_pending_bytes: maximum number of bytes in memory that may wait to be written. Steps that would exceed this
@@ -200,7 +200,7 @@ class Recorder:
         Args:
             step: planned batch and the metadata of its samples. The step's number and the locations of its puts are set
                 when the step is written.
-            put_ids: ids of the puts that the step references, without duplicates.
+            put_ids: distinct ids of the puts to which the step refers.
             keep: function that pins a put's bytes until they are released, or returns None if the bytes are not in this
                 process.
         """
@@ -237,7 +237,7 @@ class Recorder:
         self._is_idle.clear()
 
     def count_seconds(self, seconds: float) -> None:
-        """Update the status with the CPU time spent on taking steps."""
+        """Add to the CPU time for taking steps, which the status reports."""
         self._processor_seconds += seconds
 
     @property
@@ -246,7 +246,7 @@ class Recorder:
         return not self._error
 
     def skip(self, reason: str) -> None:
-        """Count a step that was not recorded, and log some of these steps."""
+        """Count a step that was not recorded, and log a warning if the new count is a power of two."""
         self._skipped_count += 1
         if self._skipped_count & (self._skipped_count - 1) == 0:  # log the 1st, 2nd, 4th, 8th, ... skipped step
             _log.warning(LogMessage("a step was not recorded", reason=reason, skipped_steps=self._skipped_count))
@@ -269,7 +269,7 @@ class Recorder:
     # Writing
 
     async def run(self) -> None:
-        """Write steps until cancelled. Errors end the recording but are not raised."""
+        """Write steps until cancelled. On any error, end the recording instead of raising the error."""
         while True:
             await self._has_waiting.wait()
             self._has_waiting.clear()
@@ -283,7 +283,7 @@ class Recorder:
             self._is_idle.set()
 
     async def _write(self, waiting: _Waiting) -> None:
-        """Write a step and its puts, retrying while the place is unavailable."""
+        """Write a step and its puts. If the directory or object store is unavailable, retry several times."""
         for pause in (*_PAUSES_SECONDS, None):
             try:
                 await self._write_once(waiting)
@@ -313,7 +313,7 @@ class Recorder:
         self._recorded_count += 1
 
     async def _link(self, kept: Mapping[bytes, KeptPut]) -> None:
-        """Link the files of puts in the data directory into the recording, if the place supports links."""
+        """If the place supports links, link the puts' files in the data directory into the recording."""
         names = {put_id: self._new_name() + LINKED_SUFFIX for put_id in kept}
         files = [(names[put_id], each.file, each.record.size_bytes) for put_id, each in kept.items() if each.file]
         if not files or not await self._place.link(files):
@@ -364,7 +364,7 @@ class Recorder:
         self._bytes += written.size
 
     async def _remove_old(self) -> None:
-        """Remove the oldest steps until no limit is exceeded, along with puts that no remaining step references."""
+        """Remove the oldest steps, and the puts that no remaining step references, until no limit is exceeded."""
         while len(self._steps) > 1 and (
             (self._most_steps is not None and len(self._steps) > self._most_steps)
             or (self._most_bytes is not None and self._bytes > self._most_bytes)
@@ -390,7 +390,7 @@ class Recorder:
                 yield from entry.pack.names
 
     async def close(self) -> None:
-        """Let waiting steps be written for a few seconds, then close the place. Cancel `run` afterwards."""
+        """Wait at most a few seconds for pending steps to be written, then close the place. Cancel `run` afterward."""
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._is_idle.wait()
@@ -402,7 +402,7 @@ class Recorder:
 def _packed(puts: Sequence[KeptPut]) -> Iterator[list[KeptPut]]:
     """Split puts into one list per object.
 
-    Each list contains puts of at most `LARGEST_OBJECT_BYTES` in total, or a single larger put.
+    The puts in each list add up to at most `LARGEST_OBJECT_BYTES`, unless the list consists of one larger put.
     """
     some: list[KeptPut] = []
     size = 0
@@ -417,7 +417,7 @@ def _packed(puts: Sequence[KeptPut]) -> Iterator[list[KeptPut]]:
 
 
 def _contents(puts: Sequence[KeptPut]) -> tuple[list[Buffer], list[PutStored]]:
-    """Return the bytes of the given puts, and the puts' records with the checksums of these bytes."""
+    """Return the bytes of the given puts, and records that contain the checksums of these bytes."""
     parts: list[Buffer] = []
     records = []
     for put in puts:

@@ -34,12 +34,14 @@ class LengthSampler(GroupSampler):
 
     Attributes:
         length_key: custom_meta column that contains each sample's token count. A sample without a value in this column
-            is not ready unless `length_field` is also set. null: the column `total_lengths`, for samples that have a
-            value in it.
-        length_field: field whose row length is the token count of samples without a value in the `length_key` column.
-            null: the length of the longest one-dimensional row in `data_fields`, ignoring fields declared as dense.
-            With null, a sample must have a value in the column if `length_key` is set.
-        align: token counts are rounded up to a multiple of this number, to match the padding of `PackOptions(align=)`.
+            is ready only if `length_field` is also set. null: `total_lengths` is used for samples that have a value in
+            that column.
+        length_field: field that provides the token counts of samples without a value in the `length_key` column. A
+            sample's token count is the length of its row. null: the length of the longest one-dimensional row in
+            `data_fields`, ignoring fields declared as dense. With null, a sample must have a value in the column if
+            `length_key` is set.
+        align: each sample's token count is rounded up to a multiple of this number, as it is with
+            `PackOptions(align=)`.
         cost: quantity to balance across the ranks: "tokens", or "attention", which is 24576 L + L**2 for L tokens.
     """
 
@@ -51,7 +53,7 @@ class LengthSampler(GroupSampler):
     def __post_init__(self) -> None:
         GroupSampler.__post_init__(self)
         if self.length_key == "":
-            raise ValueError("length_key: got an empty name, expected a custom_meta column")
+            raise ValueError("length_key: got an empty name, expected the name of a custom_meta column")
         check_count("align", self.align)
         check_cost_name(self.cost)
 
@@ -84,14 +86,14 @@ class LengthSampler(GroupSampler):
     def check_aligned(self, name: str, value: int) -> None:
         """Raise ValueError if an option's value is not a multiple of `align`."""
         if value % self.align:
-            raise ValueError(f"{name}: got {value} with align {self.align}, expected a multiple of align")
+            raise ValueError(f"{name}: got {value}; expected a multiple of align, which is {self.align}")
 
     def refuse_micro_batch_size(self, request: PlanRequest, option: str) -> None:
         """Raise InvalidArgumentError if the request sets micro_batch_size, which conflicts with `option`."""
         if request.micro_batch_size is not None:
             raise InvalidArgumentError(
-                f"micro_batch_size: got {request.micro_batch_size} for sampler {self.name!r}, which splits "
-                f"micro-batches by {option}; omit one of these options",
+                f"micro_batch_size: got {request.micro_batch_size} for sampler {self.name!r}, which forms "
+                f"micro-batches based on {option}; omit micro_batch_size or {option}",
                 field="micro_batch_size",
             )
 
@@ -100,10 +102,10 @@ class LengthSampler(GroupSampler):
 class SeqlenBalancedSampler(LengthSampler):
     """Takes complete groups and balances token totals across the ranks.
 
-    The sampler takes a single batch for all ranks, in the order of the groups' first members. The Karmarkar-Karp
-    algorithm splits the batch by the token totals of the groups, and swaps refine the result. Any two ranks' group
-    counts differ by at most one. If all groups have the same size, each rank gets `batch_size` samples. Groups on the
-    same rank keep their order.
+    The sampler takes a single batch for all ranks, choosing groups in the order of their first members. The
+    Karmarkar-Karp algorithm splits the batch by the token totals of the groups, and swaps refine the result. The number
+    of groups per rank differs by at most one. If all groups have the same size, each rank gets `batch_size` samples.
+    Groups on the same rank keep their order.
     """
 
     name: ClassVar[str] = "seqlen_balanced"
@@ -134,21 +136,22 @@ class TokenBudgetSampler(LengthSampler):
     """Fills each rank's token budget with ready samples, in complete groups.
 
     Groups are taken in the order of their first members, until a group does not fit. Token totals (or costs) are
-    balanced across the ranks. Balancing costs leads to unequal token totals, so fewer groups fit. `batch_size` is the
-    maximum number of samples (or groups) per rank. The sampler waits until the next ready group would exceed the
-    budget, `batch_size` is reached, or no more samples can arrive.
+    balanced across the ranks. If costs are balanced instead of tokens, the ranks' token totals differ, so fewer groups
+    fit. `batch_size` is the maximum number of samples (or groups) per rank. The sampler waits until the next ready
+    group would exceed the budget, `batch_size` is reached, or no more samples can arrive.
 
     Attributes:
         tokens_per_rank: maximum number of tokens per rank.
         tokens_per_micro_batch: maximum number of tokens per micro-batch. The samples of each rank are split evenly into
             micro-batches, and all ranks have the same number of micro-batches. null: micro_batch_size determines the
             micro-batches.
-        packs_multiple_of: required divisor of each rank's number of micro-batches. Requires `tokens_per_micro_batch`.
+        packs_multiple_of: the number of micro-batches of each rank must be a multiple of this number. Requires
+            `tokens_per_micro_batch`.
         overlong: how to handle samples that exceed the token limit for a rank or micro-batch, and groups that exceed
-            the limit for a rank. "error" rejects the batch. "truncate" plans only the first `tokens_per_micro_batch`
-            tokens of each sample, and still rejects the batch if a group is too long. "drop" permanently excludes the
-            sample or group. Dropped samples are listed in `RankPlan.dropped`, count as skipped, and count towards
-            `batch_size`.
+            the limit for a rank. "error" rejects the batch. "truncate" includes only the first `tokens_per_micro_batch`
+            tokens of each sample in the plan, but still rejects the batch if a group is too long. "drop" permanently
+            excludes the sample or group. Dropped samples are listed in `RankPlan.dropped`. They count as skipped and
+            also count toward `batch_size`.
     """
 
     name: ClassVar[str] = "token_budget"
@@ -170,20 +173,20 @@ class TokenBudgetSampler(LengthSampler):
         needing = "packs_multiple_of" if self.packs_multiple_of > 1 else "overlong" if is_cut else ""
         if needing and self.tokens_per_micro_batch is None:
             raise ValueError(
-                f"{needing}: got {getattr(self, needing)!r} without tokens_per_micro_batch; expected both options, "
-                "because micro-batches are otherwise split by micro_batch_size"
+                f"{needing}: got {getattr(self, needing)!r} without tokens_per_micro_batch; expected both options. "
+                "Without tokens_per_micro_batch, micro-batches are split by micro_batch_size"
             )
         if is_cut:
             self.check_aligned("tokens_per_micro_batch", self.tokens_per_micro_batch or 0)
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError if both samples and tokens limit micro-batches, or if there are too many packs."""
+        """Raise InvalidArgumentError if samples and tokens both limit micro-batches, or if there are too many packs."""
         if self.tokens_per_micro_batch is not None:
             self.refuse_micro_batch_size(request, "tokens_per_micro_batch")
         _check_pack_count(request, self.packs_multiple_of)
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return whether the batch has only a few groups to assign and is not split by tokens."""
+        """Return whether planning is quick: the batch is not split by tokens, and few groups must be assigned."""
         return self.tokens_per_micro_batch is None and request.total_size <= _QUICK_BUDGET_GROUPS
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
@@ -231,8 +234,8 @@ class TokenBudgetSampler(LengthSampler):
         """Assign the groups to ranks in order until no more groups fit, and return the group positions on each rank.
 
         Tokens (or costs) are balanced. Assigning groups one by one to the least loaded rank yields a lower bound on the
-        number of groups that fit. The total budget of all ranks yields an upper bound. Between these bounds, a binary
-        search finds the largest number of groups that fit after balancing.
+        number of groups that fit. Comparing the groups with the total budget of all ranks yields an upper bound.
+        Between these bounds, a binary search finds the largest number of groups that fit after balancing.
 
         Raises:
             InvalidArgumentError: the first group does not fit on any rank.
@@ -347,8 +350,8 @@ def _dropped_by_rank(
 ) -> Iterator[Indexes]:
     """Yield the dropped rows of each rank.
 
-    If other members of a row's group are assigned to a rank, the row is reported on that rank. Otherwise, rows are
-    distributed round-robin by group.
+    If other members of a row's group are assigned to a rank, that rank reports the row. Otherwise, rows are distributed
+    round-robin by group.
     """
     rank_of = np.arange(len(groups)) % len(groups_of_ranks)
     for rank, own in enumerate(groups_of_ranks):
@@ -360,7 +363,7 @@ def _dropped_by_rank(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSampler(LengthSampler):
-    """Packs a batch for all ranks by optimizer step.
+    """Divides a batch among the ranks and their optimizer steps, and packs the samples of each step.
 
     Each rank gets `optimizer_steps` steps, whose packs contain up to `pack_max_length` tokens. The groups of a batch
     are taken in the order of their first members. Groups are distributed evenly across the ranks, and each rank's
@@ -376,9 +379,9 @@ class PackedSampler(LengthSampler):
         overlong: how to handle samples with more than `pack_max_length` tokens. "error" rejects the batch. "truncate"
             plans only the first `pack_max_length` tokens, and `Pack.lengths` contains the truncated length. "drop"
             permanently excludes the sample, which is listed in `RankPlan.dropped` and counts as skipped.
-        even_steps: whether to balance the token totals of each rank's steps. false: use as few packs as possible; the
-            number of packs per step then differs by at most one, or by at most `packs_multiple_of`.
-        packs_multiple_of: required divisor of the number of packs in each step.
+        even_steps: whether to balance the token totals of each rank's steps. If false, as few packs as possible are
+            used. The numbers of packs in any two steps then differ by at most one, or by at most `packs_multiple_of`.
+        packs_multiple_of: each step's number of packs must be a multiple of this number.
     """
 
     name: ClassVar[str] = "packed"
@@ -409,7 +412,7 @@ class PackedSampler(LengthSampler):
         _check_pack_count(request, self.packs_multiple_of, self.optimizer_steps)
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return whether the batch has only a few samples and optimizer steps."""
+        """Return whether the batch has few enough samples and optimizer steps to be packed on the event loop."""
         group_size = 1 if request.batch_unit == "sample" else self.n_samples_per_prompt
         if group_size is None or self.optimizer_steps * self.packs_multiple_of * request.rank_count > _QUICK_STEPS:
             return False
@@ -457,7 +460,7 @@ class PackedSampler(LengthSampler):
 
 
 def _as_plan(groups: Groups, group_of: Indexes, lengths: Indexes, packs: PackPlan) -> Plan:
-    """Convert packs of sample indexes to a plan that contains rows and each pack's token counts."""
+    """Convert packs of sample indexes to a plan that contains rows and the token counts of each pack."""
     samples_of_ranks = [
         np.array(sorted(sample for step in steps for pack in step for sample in pack), np.int64)
         for steps in packs.packs
@@ -493,8 +496,8 @@ def _check_pack_count(request: PlanRequest, packs_multiple_of: int, optimizer_st
         option = "packs_multiple_of" if optimizer_steps == 1 else "optimizer_steps"
         got = packs_multiple_of if optimizer_steps == 1 else optimizer_steps
         raise InvalidArgumentError(
-            f"{option}: got {got} for {request.rank_count} rank(s), {pack_count} packs in total, expected at most "
-            f"{_MOST_PACKS}; plan fewer packs per batch",
+            f"{option}: got {got} for {request.rank_count} rank(s), which makes {pack_count} packs in total; expected "
+            f"at most {_MOST_PACKS}. Plan fewer packs per batch",
             field="sampler_config",
             metadata={"option": option},
         )

@@ -35,7 +35,7 @@ class SequentialSampler(Sampler):
     name: ClassVar[str] = "sequential"
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return True, because slicing the ready samples is fast."""
+        """Return True, because slicing the ready samples is fast enough for the event loop."""
         return True
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
@@ -54,7 +54,7 @@ class GroupSampler(Sampler):
     """A sampler that takes complete groups, in the order of their first members.
 
     Attributes:
-        n_samples_per_prompt: number of samples in a group whose size was not declared. In a partition without named
+        n_samples_per_prompt: number of samples in each group whose size was not declared. In a partition without named
             groups, every block of this many consecutive indexes is a group. null: use the named groups, or individual
             samples if there are no named groups.
         incomplete_groups: how to handle a group with failed or cleared samples: "skip" the group, or "take" its
@@ -87,8 +87,8 @@ class GroupSampler(Sampler):
         """Validate a request against the sampler's options.
 
         Raises:
-            InvalidArgumentError: `batch_size` is a number of samples that is not a multiple of `n_samples_per_prompt`,
-                or `n_samples_per_prompt` is set and `batch_unit` is "rollout".
+            InvalidArgumentError: `batch_size` counts samples but is not a multiple of `n_samples_per_prompt`, or
+                `n_samples_per_prompt` is set although `batch_unit` is "rollout".
         """
         group_size = self.n_samples_per_prompt
         if request.batch_unit == "rollout" and group_size is not None:
@@ -109,7 +109,7 @@ class GroupSampler(Sampler):
         )
 
     def ready_groups(self, view: View) -> Callable[..., Groups]:
-        """Bind the sampler's options to `view.ready_groups`. The caller passes the limit and its unit."""
+        """Return `view.ready_groups` with the sampler's options bound; callers pass only the limit and its unit."""
         return partial(
             view.ready_groups,
             block_size=self.n_samples_per_prompt,
@@ -123,11 +123,11 @@ class GRPOGroupNSampler(GroupSampler):
     """Takes complete groups of `n_samples_per_prompt` samples, in the order of their first members.
 
     If all groups have the same size, each rank gets consecutive groups with exactly `batch_size` samples. Group sizes
-    may differ if groups were closed early, or with `incomplete_groups="take"`. If group sizes differ, samples are
+    can differ if groups were closed early, or if `incomplete_groups` is "take". If group sizes differ, samples are
     distributed as evenly as possible without splitting groups.
 
     Attributes:
-        n_samples_per_prompt: number of samples in a group whose size was not declared. In a partition without named
+        n_samples_per_prompt: number of samples in each group whose size was not declared. In a partition without named
             groups, every block of this many consecutive indexes is a group. Required.
     """
 
@@ -216,7 +216,7 @@ class ChosenSampler(Sampler):
             raise ValueError("rows: got duplicate global indexes, expected distinct ones")
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError for trainer ranks, groups, or a `batch_size` other than the number of rows."""
+        """Raise InvalidArgumentError if the request is for ranks or groups, or if `batch_size` is not the row count."""
         if request.ranked or request.batch_unit != "sample":
             raise InvalidArgumentError(
                 f"sampler: got {self.name!r} for {'trainer ranks' if request.ranked else 'groups'}; expected a queue "
@@ -240,13 +240,14 @@ class ChosenSampler(Sampler):
 def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Groups | None:
     """Return the next complete groups, up to the batch size, or None if too few groups are ready.
 
-    The ready groups are enough if they reach `request.min_size`, or if the next ready group would exceed
-    `request.total_size`, because waiting would not help. To detect this, the function reads one more group than it
-    returns.
+    The ready groups suffice if their total size is at least `request.min_size`. They also suffice if adding the next
+    ready group would exceed `request.total_size`, because waiting would not help. To detect this, the function reads
+    one more group than it returns.
 
     Args:
-        ready_groups: function, such as `View.ready_groups`, that returns ready groups up to a limit in a given unit.
-        request: request with the size, ranks and unit of the batch to plan.
+        ready_groups: function that returns ready groups up to a limit, which is counted in a given unit.
+            `View.ready_groups` is such a function.
+        request: plan request, which specifies the batch's size, ranks and unit.
 
     Raises:
         InvalidArgumentError: the first group is larger than the entire batch, so it can never be part of a plan.
@@ -283,7 +284,7 @@ def rows_of_ranks(groups: Groups, assignment: Assignment) -> list[Indexes]:
 
 
 def assign_blocks(groups: Groups, rank_count: int) -> Assignment:
-    """Assign a block of consecutive groups to each rank. Any two ranks' group counts differ by at most one."""
+    """Assign a block of consecutive groups to each rank. The group counts of any two ranks differ by at most one."""
     return even_blocks(np.arange(len(groups)), rank_count)
 
 
@@ -298,7 +299,7 @@ def even_blocks(values: Indexes, count: int) -> list[Indexes]:
 
 
 def assign_to_least_loaded(groups: Groups, rank_count: int) -> Assignment:
-    """Assign each group, largest first, to the rank with the fewest samples so far."""
+    """Assign the groups in descending order of size, each to the rank with the fewest samples so far."""
     loads = [(0, rank) for rank in range(rank_count)]
     rank_of = np.empty(len(groups), np.int64)
     sizes = groups.sizes.tolist()

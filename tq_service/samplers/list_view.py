@@ -45,7 +45,7 @@ class ListView(PartitionView):
             group_size: number of consecutive samples in each named group. The last group may be smaller. None: no
                 groups.
             meta: a mapping of custom_meta columns to their values, one per sample.
-            unproduced: samples that become ready only after a call to `produce`.
+            unproduced: indexes of the samples that become ready only when they are passed to `produce`.
 
         Raises:
             ValueError: `group_size` is less than 1, or a column in `meta` does not contain one value per sample.
@@ -64,7 +64,7 @@ class ListView(PartitionView):
             groups.close(np.arange(groups.slots.count))
         for name, column in (meta or {}).items():
             if len(column) != count:
-                raise ValueError(f"meta: got {len(column)} values for column {name!r}, expected {count}")
+                raise ValueError(f"meta: got {len(column)} values for column {name!r}; expected {count}")
             partition.meta.write([column_of(name, count, range(count), column)], rows)
         self._task = partition.open_task("list")
         self._cells = partition.cells.declare(FieldSpec("produced")).cell
@@ -86,7 +86,7 @@ class ListView(PartitionView):
         self.plan_count += 1
 
     def produce(self, rows: Indexes) -> None:
-        """Mark rows as produced, which makes them ready."""
+        """Mark rows as produced, so that they become ready."""
         self._cells.write(rows, 0)
 
     def rollout_names(self, rows: Indexes) -> list[str | None]:

@@ -124,7 +124,7 @@ _LISTS: Final = (list, tuple, Sequence)
 
 
 def _words(hint: Any) -> str:
-    """Describe a type hint in JSON terms, for clients in any language.
+    """Describe a type hint in JSON terms, which clients in any language understand.
 
     Return "" if only the constructor can validate values of this type.
     """
@@ -138,7 +138,7 @@ def _words(hint: Any) -> str:
 
 
 def _checked(value: object, hint: Any) -> object:
-    """Validate a value against a type hint and return it, unless only the constructor can validate it."""
+    """Validate a value against a type hint, unless only the constructor can validate it, and return the value."""
     if not _words(hint):
         return value
     try:

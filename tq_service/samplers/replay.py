@@ -1,4 +1,4 @@
-"""A sampler for off-policy methods, which delivers samples repeatedly and draws them at random by priority."""
+"""A sampler for off-policy methods: it delivers samples repeatedly and draws them at random by priority."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class ReplaySampler(Sampler):
     """Fills part of each batch with fresh (never delivered) samples, and draws the rest at random by priority.
 
     Samples are drawn with replacement. A sample with priority p is drawn with probability p**exponent / Σ p**exponent,
-    as in T. Schaul, J. Quan, I. Antonoglou, D. Silver, "Prioritized Experience Replay", ICLR 2016. With
+    as proposed by Schaul, Quan, Antonoglou and Silver in "Prioritized Experience Replay" (ICLR 2016). With
     `batch_unit="group"`, entire named groups are delivered. The priority of a group is the mean priority of its
     samples. With `batch_unit="rollout"`, entire rollouts are delivered in the same way. Draws depend only on the seed,
     the number of earlier plans, and the ready samples.
 
     Attributes:
-        fresh: fraction of each batch that is reserved for fresh samples, oldest first. 0: the entire batch is drawn by
-            priority.
+        fresh: fraction of each batch that is reserved for fresh samples, oldest first. If 0, the entire batch is drawn
+            by priority.
         priority_key: custom_meta column that contains each sample's non-negative priority. Samples without a value have
             priority 0. null: all samples have equal priority.
-        exponent: exponent applied to priorities. 0: all samples with a nonzero priority are equally likely.
+        exponent: exponent applied to priorities. With 0, all samples with a nonzero priority are equally likely.
         seed: seed for the random draws.
         max_uses: number of deliveries after which a sample is consumed. null: samples are never consumed.
     """
@@ -53,10 +53,10 @@ class ReplaySampler(Sampler):
         if self.max_uses is not None and self.max_uses < 1:
             raise ValueError(f"max_uses: got {self.max_uses}, expected at least 1")
         if self.priority_key == "":
-            raise ValueError("priority_key: got an empty name, expected a custom_meta column")
+            raise ValueError("priority_key: got an empty name, expected the name of a custom_meta column")
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return fresh and drawn samples, assigned to ranks round-robin, or None if there are too few for a batch.
+        """Assign fresh and drawn samples to ranks round-robin. Return None if there are too few samples for a batch.
 
         Raises:
             InvalidArgumentError: a priority is negative or not a finite number.
@@ -142,7 +142,7 @@ def _rows(units: Groups, ids: Indexes) -> Indexes:
 
 
 def _occurrence(values: Indexes) -> Indexes:
-    """Return, for each value, how often it occurs earlier in the array."""
+    """For each value, return the number of its earlier occurrences in the array."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     result = np.empty_like(values)

@@ -97,7 +97,7 @@ class SamplerRegistry:
         return await self.resolve_json(name, config_json)
 
     async def resolve_json(self, name: str, config_json: str) -> Sampler:
-        """Return a sampler as `resolve` does, but with options in canonical JSON (with sorted keys)."""
+        """Like `resolve`, but takes the options as canonical JSON (with sorted keys)."""
         key = (name, config_json)
         sampler = self._instances.get(key)
         if sampler is None:
@@ -187,9 +187,9 @@ class PlanRunner:
 
     A plan runs inline if the sampler allows it. An async plan is awaited. All other plans run in threads. Python cannot
     kill a hung thread, so the number of planning threads is limited to `max_threads`. If some threads hang, the
-    remaining threads continue to run plans. If all threads hang, plans that need a thread fail immediately. A hung
-    thread becomes available again when its plan returns. The threads are daemon threads, so a hung plan does not
-    prevent the process from exiting. Use a runner on only one event loop.
+    remaining threads continue to run plans. If all threads hang, plans that need a thread fail immediately. If the plan
+    in a hung thread eventually returns, the thread becomes available again. The threads are daemon threads, so a hung
+    plan does not prevent the process from exiting. Use a runner on only one event loop.
     """
 
     def __init__(self, *, max_threads: int = 4, timeout_seconds: float = 30.0) -> None:
@@ -212,7 +212,7 @@ class PlanRunner:
 
     @property
     def hung_samplers(self) -> list[str]:
-        """Names of the samplers whose plans are past their deadlines, with one name for each hung thread."""
+        """Names of the samplers that have exceeded the deadline of a plan, with one name for each hung thread."""
         now = asyncio.get_running_loop().time()
         return sorted(name for name, deadline in self._running if deadline <= now)
 
@@ -220,7 +220,7 @@ class PlanRunner:
         """Call the sampler's `check` method with the request.
 
         Raises:
-            TqError: raised by the sampler if the request does not match its options.
+            TqError: the request does not match the sampler's options.
             SamplerError: the sampler raised any other exception.
         """
         _guarded(sampler, lambda: sampler.check(request))
@@ -229,7 +229,7 @@ class PlanRunner:
         """Return the source from which a sampler reads token counts, or None if the sampler does not use token counts.
 
         Raises:
-            TqError: raised by the sampler.
+            TqError: an error raised by the sampler.
             SamplerError: the sampler raised any other exception.
         """
         return _guarded(sampler, lambda: sampler.length)
@@ -239,7 +239,7 @@ class PlanRunner:
 
         Raises:
             MustBeAwaited: the sampler cannot run inline, its `plan` is async, or the view raised MustBeAwaited.
-            TqError: raised by the sampler.
+            TqError: an error raised by the sampler.
             SamplerError: the sampler raised any other exception or returned an invalid plan.
         """
         runs_inline = _guarded(sampler, lambda: sampler.runs_inline(request))
@@ -257,7 +257,7 @@ class PlanRunner:
         `plan` runs in a thread, even if it could run inline. An async `plan` is awaited on the event loop.
 
         Raises:
-            TqError: raised by the sampler.
+            TqError: an error raised by the sampler.
             SamplerError: the sampler raised any other exception or returned an invalid plan.
             SamplerTimeoutError: the sampler took too long, or no planning thread was free in time.
         """
@@ -369,14 +369,15 @@ def _failure(sampler: Sampler, error: BaseException) -> SamplerError:
 def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
     """Validate and normalize the plan returned by a sampler. The planner checks whether the rows are ready.
 
-    A normalized plan can always be journaled and sent, so rows cannot be lost to an error after they are consumed.
-    Numpy integers become Python integers, and instances of subclasses become instances of the classes in
-    `tq_service.state.plan`.
+    A normalized plan can always be journaled and sent, so no later error can cause the loss of rows that the plan
+    consumes. NumPy integers are converted to Python integers, and instances of subclasses are converted to the
+    corresponding classes in `tq_service.state.plan`.
 
     Raises:
         SamplerError: `plan` is not a Plan, does not have one part per rank, or contains no rows. Also raised if a row
-            is repeated without `consumed`, a rank's positions are repeated or out of range, the ranks have different
-            numbers of steps or packs, or a value does not have the type declared in `tq_service.state.plan`.
+            is repeated without `consumed`, or if a rank's positions are repeated or out of range. Also raised if the
+            ranks have different numbers of steps or packs, or if a value does not have the type declared in
+            `tq_service.state.plan`.
     """
     try:
         return None if plan is None else _checked(plan, request)
@@ -447,13 +448,13 @@ def _check_shape_of_steps(plan: Plan) -> None:
     for rank, part in enumerate(plan.ranks):
         if not isinstance(part.steps, tuple) or not all(isinstance(step, tuple) for step in part.steps):
             raise _MalformedPlanError(
-                f"steps of rank {rank} as {part.steps!r:.80}", "a tuple of steps, each a tuple of Pack"
+                f"{part.steps!r:.80} as the steps of rank {rank}", "a tuple of steps, each a tuple of Pack"
             )
     shapes = [[len(step) for step in part.steps] for part in plan.ranks]
     for rank, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise _MalformedPlanError(
-                f"packs by step {shapes[0]} for rank 0 and {shape} for rank {rank}",
+                f"{shapes[0]} packs per step for rank 0 and {shape} for rank {rank}",
                 "the same numbers of steps and packs for every rank; add empty packs",
             )
 
@@ -474,7 +475,7 @@ def _check_packs(rank: int, part: RankPlan) -> None:
                 raise _MalformedPlanError(f"a length of {pack.lengths.min()} for rank {rank}", "lengths of at least 0")
         padding: Any = pack.padding_tokens
         if isinstance(padding, bool) or not isinstance(padding, int | np.integer):
-            raise _MalformedPlanError(f"padding_tokens as {type(padding).__name__}", "an int")
+            raise _MalformedPlanError(f"padding_tokens as a {type(padding).__name__}", "an int")
         if not 0 <= padding <= _LARGEST_INT64:
             raise _MalformedPlanError(f"padding_tokens of {padding}", "an int from 0 to 2**63 - 1")
     if not packs:
@@ -494,7 +495,9 @@ def _check_packs(rank: int, part: RankPlan) -> None:
 def _check_array(what: str, array: Any) -> None:
     if type(array) is not np.ndarray:  # masked arrays are instances of a subclass and cannot be sent
         raise _MalformedPlanError(
-            f"{what} as {type(array).__name__}", "a numpy array of int64, as created by Plan.of(parts)"
+            f"{what} as a {type(array).__name__}", "a numpy array of int64, as created by Plan.of(parts)"
         )
     if array.ndim != 1 or array.dtype != np.int64:
-        raise _MalformedPlanError(f"{what} as {array.dtype} of shape {array.shape}", "a one-dimensional array of int64")
+        raise _MalformedPlanError(
+            f"{what} as an array of {array.dtype} with shape {array.shape}", "a one-dimensional array of int64"
+        )

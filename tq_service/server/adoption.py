@@ -1,4 +1,4 @@
-"""Detects lost storage services and finds successors that adopt their puts from a shared mirror.
+"""Detects lost storage services, and finds successors that adopt the services' puts from a shared mirror.
 
     registered -> silent for three heartbeats, or restarted without its puts -> the controller calls a successor -> the
     successor registers under the old name and instance id, at its own address
@@ -37,12 +37,12 @@ class _Lost:
     Attributes:
         url: URL of the service's mirror, or "" if unknown.
         since: time at which the loss was detected.
-        search_id: 16 random bytes that identify the search for a successor. A successor that sends this id read the
-            mirror after the loss was detected.
+        search_id: 16 random bytes that identify the search for a successor. A successor that sends this id back must
+            have read the mirror after the loss was detected.
         successor: name of the most recently called successor, or "" if no successor has been called.
-        agreed_at: time at which the successor confirmed that it had adopted the puts and would register, or None before
-            that.
-        late_count: number of timed-out calls to the successor.
+        agreed_at: time at which the successor confirmed that it had adopted the puts and would register. None until
+            then.
+        late_count: number of calls to the successor that timed out.
         refused: names of storage services that could not adopt the puts.
         asking: task that calls the successor.
     """
@@ -61,8 +61,8 @@ class Adoptions:
     """Finds successors that adopt the puts of lost storage services. Use this class only on the event loop.
 
     A silent storage service may resume its heartbeats before a successor has registered. In that case, the successor
-    releases the puts without removing them from the mirror. Periods in which this controller could not receive
-    heartbeats do not count as silence.
+    releases the puts without removing them from the mirror. A storage service does not count as silent during periods
+    in which this controller could not receive heartbeats.
 
     Args:
         storages: registered storage services by name.
@@ -75,7 +75,7 @@ class Adoptions:
         lost: lost instances whose puts have not been adopted yet.
         expected: instances that store cells but have not registered since this controller started.
         taken: successor of each adopted instance. The successor is registered under the instance's name.
-        lost_count: number of losses detected since this controller started.
+        lost_count: number of times that the loss of an instance was detected since this controller started.
         taken_over_count: number of lost instances adopted by successors since this controller started.
     """
 
@@ -103,9 +103,9 @@ class Adoptions:
         self._expected_until = 0.0
 
     def expect(self, instances: Iterable[Instance]) -> None:
-        """Start waiting for instances that store cells to register.
+        """Start waiting for the given instances, which store cells, to register.
 
-        An instance that does not register in time counts as lost.
+        An instance that does not register before the deadline counts as lost.
         """
         self.expected = set(instances)
         self._expected_until = self._clock() + 3 * self._heartbeat_seconds
@@ -137,9 +137,9 @@ class Adoptions:
             )
 
     def check_successor(self, instance: Instance, address: str, search_id: bytes) -> None:
-        """Reject a successor that may lack puts because it read the mirror before the lost instance was last seen.
+        """Reject a successor that read the mirror before the lost instance was last seen and may therefore lack puts.
 
-        If several successors were called after the loss, the first one to register receives the puts.
+        If several successors were asked to take over after the loss, the first one to register receives the puts.
 
         Args:
             instance: adopted instance.
@@ -159,8 +159,8 @@ class Adoptions:
                 )
         elif instance in self._present:
             raise PreconditionError(
-                f"storage service {instance[0]!r} registered under instance id {instance[1].hex()} after the service "
-                f"at {address} had taken over its puts; release these puts"
+                f"the service at {address} took over the puts of storage service {instance[0]!r}, which has since "
+                f"registered under instance id {instance[1].hex()}; release these puts"
             )
 
     def on_registered(self, instance: Instance) -> None:
@@ -169,7 +169,7 @@ class Adoptions:
         self._found(instance)
 
     def take(self, instance: Instance, successor: RemoteStorage) -> None:
-        """Record that a successor has registered an instance whose puts it has adopted."""
+        """Record that a successor has adopted an instance's puts and registered the instance."""
         # Do not count repeated registrations of a successor, for example with a restarted controller.
         self.taken_over_count += instance in self.lost
         self._present.discard(instance)
@@ -225,8 +225,8 @@ class Adoptions:
     def _have_adopted(self, instance: Instance, lost: _Lost, remote: Iterable[RemoteStorage]) -> None:
         """Call a successor for a lost instance.
 
-        The last successor is called again unless it refused. Otherwise, the call goes to the service with the most free
-        bytes among those that use the lost instance's mirror.
+        If the last successor did not refuse, it is called again. Otherwise, the call goes to the service with the most
+        free bytes among those that use the lost instance's mirror.
         """
         if lost.asking is not None and not lost.asking.done():
             return

@@ -78,7 +78,7 @@ _ETCD_RETRY_SECONDS: Final = 1.0
 _ABORT_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
 _PENDING_SHARE: Final = 4
-"""Unwritten recordings may use at most the quota divided by this number, so that a slow disk does not delay puts."""
+"""The quota divided by this number limits the data waiting to be recorded, so that a slow disk does not delay puts."""
 
 
 class App:
@@ -177,7 +177,7 @@ class App:
             DataDirError: the data directory is in use or unusable.
             JournalDamagedError: the state in the data directory cannot be recovered.
             DiskFullError: the data directory's disk is full.
-            InvalidArgumentError: the settings make calls to the controller impossible, or recording cannot start.
+            InvalidArgumentError: with these settings, the controller cannot be called, or recording cannot start.
         """
         closing = contextlib.AsyncExitStack()
         try:
@@ -367,7 +367,7 @@ class App:
     def _begin(self, store: StateStore | None) -> None:
         """Recover the state from the data directory and persist all later changes.
 
-        Without a data directory, only start the timers of leases and samples.
+        Without a data directory, only start the timers for leases and samples.
         """
         if store is not None:
             self._recover(store)
@@ -639,7 +639,7 @@ class StorageProcess:
         shared_memory: server that shares memory with clients on this host, or None if shared memory is off.
         bulk: the bulk port, or None if the bulk port is off.
         keys: keys with which this storage service seals receipts for controllers.
-        mirroring: manages the mirror and the instances adopted from lost storage services, or None without a mirror.
+        mirroring: manages the mirror and the instances adopted from lost storage services. None if there is no mirror.
         mirror: mirror of this service's own puts, or None if no mirror is configured.
         journal: journal of the puts in the data directory, or None without a data directory.
         segments: files that store the puts in the data directory, or None without a data directory.
@@ -698,8 +698,8 @@ class StorageProcess:
 
         Args:
             settings: configuration of the service.
-            controller: controller in this process that handles commits included in puts, or None if the controller runs
-                in another process.
+            controller: the controller in this process, which handles commits included in puts, or None if the
+                controller runs in another process.
             waiting: counter of waiting calls.
         """
         return StorageServicer(
@@ -728,7 +728,7 @@ class StorageProcess:
         return [engine.stat() for engine in self._adopted()]
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a complete put, including an adopted one, or None if the put is unknown."""
+        """Return the partition of a complete put, or None if the put is unknown. The put may be an adopted one."""
         engines = [self.engine, *self._adopted()]
         found = {partition for engine in engines if (partition := engine.partition_of(put_id)) is not None}
         # If puts in several partitions have this id, return a name that only tokens for all partitions cover.
@@ -772,7 +772,7 @@ class StorageProcess:
             _log.warning(LogMessage("stopped before all puts were mirrored", unmirrored_bytes=unmirrored_bytes))
 
     def end_transfers(self) -> None:
-        """Stop sharing memory with clients on this host and end all bulk connections."""
+        """Stop sharing memory with clients on this host, and close all bulk connections."""
         if self.shared_memory is not None:
             self.shared_memory.close()
         if self.bulk is not None:
@@ -800,8 +800,8 @@ def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) 
     objects = make_object_store(settings.mirror)
     if settings.mirror_memory_bytes is not None and objects.abilities.survives != "power":
         raise InvalidArgumentError(
-            f"mirror_memory_bytes needs an object store whose objects survive a power loss, but objects in "
-            f"{redacted(settings.mirror)} are only known to survive the loss of a {objects.abilities.survives}. If the "
+            f"mirror_memory_bytes requires an object store whose objects survive a power loss, but objects in "
+            f"{redacted(settings.mirror)} are known to survive only the loss of a {objects.abilities.survives}. If the "
             "store keeps them on disk, add survives=power to its URL. Otherwise, unset mirror_memory_bytes.",
             field="mirror_memory_bytes",
         )

@@ -43,7 +43,7 @@ class AuditLine:
     repeats: int = 0
 
     def shown(self) -> dict[str, str | int]:
-        """Return a mapping from the names of the non-empty fields to their values."""
+        """Return the non-empty fields as a mapping from names to values."""
         known = {
             name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in asdict(self).items()
         }
@@ -59,8 +59,9 @@ class Audit:
     """Writes the audit log.
 
     Args:
-        repeat_seconds: how long after a refusal further refusals with the same token, method, host and reason are only
-            counted. Afterward, a single line with the count is logged. If 0, every refusal is logged immediately.
+        repeat_seconds: period after a refusal during which further refusals with the same token, method, host and
+            reason are only counted. After this period, their count is logged in a single line. If 0, every refusal is
+            logged immediately.
         clock: monotonic clock that returns seconds.
     """
 
@@ -73,7 +74,7 @@ class Audit:
         self._kinds: dict[tuple[str, ...], tuple[float, AuditLine]] = {}
 
     def note(self, line: AuditLine) -> None:
-        """Write a line, or only count the line if it repeats a recent refusal."""
+        """Write a line. If the line repeats a recent refusal, only count it."""
         if line.decision == "allowed" or self._repeat_seconds <= 0:
             self._write(line)
             return
@@ -90,7 +91,7 @@ class Audit:
         self._write(line)
 
     def flush(self, *, everything: bool = False) -> None:
-        """Write summary lines for refusals whose counting period has ended, or for all counted refusals."""
+        """Log the counts of refusals whose counting period has ended or, with `everything`, of all refusals."""
         now = self._clock()
         # Kinds are sorted by end time, because the counting time is equal for all kinds.
         while self._kinds:

@@ -55,7 +55,7 @@ _WATCH_SECONDS: Final = 0.002
 
 
 class Checkpoints:
-    """Writes and restores checkpoints of a controller. Only one checkpoint can be written or restored at a time.
+    """Writes and restores a controller's checkpoints. Only one checkpoint can be written or restored at a time.
 
     Args:
         catalog: the controller's partitions.
@@ -304,7 +304,7 @@ class Checkpoints:
 
 @contextlib.asynccontextmanager
 async def _pauses() -> AsyncIterator[list[float]]:
-    """Yield a one-element list that holds the longest time, in seconds, for which the event loop was blocked."""
+    """Yield a list whose only element is the longest time, in seconds, for which the event loop was blocked."""
     late = [0.0]
 
     async def watch() -> None:
@@ -356,7 +356,7 @@ def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
 def _renamed(
     partitions: Sequence[PartitionSnapshot], rename: Callable[[str], str], prefix: str = ""
 ) -> list[PartitionSnapshot]:
-    """Rename the partitions whose names begin with a prefix, and change the names in their admissions and leases.
+    """Rename the partitions whose names begin with a prefix, as well as the names in their admissions and leases.
 
     Raises:
         InvalidArgumentError: a new name is too long.
@@ -376,7 +376,7 @@ def _renamed(
 
 
 def _of_renamed(claim: Claim, rename: Callable[[str], str]) -> Claim:
-    """Rename any partition that a claim shares its lease with, and return the claim."""
+    """Rename the partition, if any, that shares the claim's lease, and return the resulting claim."""
     if claim.lease is None or not claim.lease.shared_with:
         return claim
     return replace(claim, lease=replace(claim.lease, shared_with=rename(claim.lease.shared_with)))

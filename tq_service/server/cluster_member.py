@@ -1,4 +1,4 @@
-"""A clustered controller that follows the log, leads once elected, and exits when another controller takes over.
+"""A clustered controller that follows the log, leads after its election, and exits when another controller takes over.
 
     open -> restore snapshot -> follow the log ... elected -> read the rest of the log -> serve ... superseded: fatal
 
@@ -92,7 +92,7 @@ class ClusterMember:
 
     def __init__(self, settings: ServeSettings, address: str, credentials: Credentials, supervisor: Supervisor) -> None:
         if settings.data_dir is None or settings.cluster is None:
-            raise InvalidArgumentError("a cluster needs both settings: set cluster and data_dir", field="cluster")
+            raise InvalidArgumentError("a cluster needs two settings; set both cluster and data_dir", field="cluster")
         self.address = address
         self._credentials = credentials
         self._supervisor = supervisor
@@ -134,7 +134,7 @@ class ClusterMember:
         self._standbys: list[ControllerStatus] = []  # updated about every second while this controller leads
 
     def add_services(self, server: Any) -> None:
-        """Add the service that other controllers in the cluster call to a gRPC server."""
+        """Register, on a gRPC server, the service that the cluster's other controllers call."""
         add_ClusterServiceServicer_to_server(SnapshotServicer(self.store), server)
 
     # Status
@@ -218,7 +218,7 @@ class ClusterMember:
         )
 
     async def _watch_lease(self, lease: Lease, on_standing: Callable[[bool], None]) -> None:
-        """Report when, according to the clock, the lease may have expired, even if etcd is unreachable."""
+        """Report when, according to the clock, the lease may have expired. This works even if etcd is unreachable."""
         was_held = True
         while True:
             await asyncio.sleep(max(_LOOK_SECONDS, lease.held_until - time.monotonic()))
@@ -233,7 +233,7 @@ class ClusterMember:
             on_standing(is_held)
 
     async def _restore(self, catalog: Catalog) -> int:
-        """Restore the newest local snapshot, or the leader's if the log lacks any record since the local one."""
+        """Restore the newest local snapshot or, if the log lacks any record after it, the leader's snapshot."""
         number = max(snapshot_numbers(self.store.data_dir.path), default=0)
 
         def has_log_since() -> bool:
@@ -269,7 +269,7 @@ class ClusterMember:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _soon(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """Return a thread-safe function that schedules `callback` on this event loop if the loop is not closed."""
+        """Return a thread-safe function that schedules `callback` on this event loop unless the loop is closed."""
         loop = asyncio.get_running_loop()
 
         def call(*arguments: Any) -> None:
@@ -310,7 +310,7 @@ class ClusterMember:
             await asyncio.sleep(_CATCH_UP_SECONDS)
 
     async def _elected(self, following: asyncio.Future[Any]) -> Lease:
-        """Wait until this controller is elected. Raise an error if the log can no longer be followed."""
+        """Wait until this controller is elected. Raise an error if this controller can no longer follow the log."""
         while True:
             lease = self._lease
             if lease is None or lease.is_over:
@@ -332,7 +332,7 @@ class ClusterMember:
                 except SnapshotNeeded as needed:
                     await self._fetch(needed.number)
                     raise SupersededError("this controller must restart from the leader's snapshot") from None
-                raise SupersededError("the log can no longer be followed")
+                raise SupersededError("this controller can no longer follow the log")
             try:
                 return campaign.result()
             except SupersededError:
@@ -369,7 +369,7 @@ class ClusterMember:
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:
-    """Retrieve a future's exception so that asyncio does not log it if no task awaits the future."""
+    """Retrieve a future's exception. Otherwise, asyncio would log the exception if no task awaited the future."""
     if not done.cancelled():
         done.exception()
 
@@ -387,7 +387,7 @@ class SnapshotServicer(ClusterServiceServicer):
     async def FetchSnapshot(  # noqa: N802  (the name of the rpc)
         self, request: pb.FetchSnapshotRequest, context: Context
     ) -> AsyncIterator[pb.FetchSnapshotResponse]:
-        """Send the newest snapshot in parts."""
+        """Send the newest snapshot in chunks."""
         number, path = await self._store.newest_snapshot(request.least_number)
         file = await asyncio.to_thread(path.open, "rb")  # the open file stays readable if a newer snapshot replaces it
         with file:

@@ -108,11 +108,11 @@ class ControllerServicer(
         waiting: counter of waiting calls.
         store: store that persists the state, or None if the state is kept in memory.
         shared_memory: whether this process shares memory with clients on this host.
-        controllers: function that returns the status of each controller in the cluster, or an empty sequence without a
-            cluster.
+        controllers: function that returns the status of each controller in the cluster, or an empty sequence if there
+            is no cluster.
 
     Attributes:
-        batches: handler of CallMany streams, set by the code that adds this servicer to a server.
+        batches: handler of CallMany streams. The code that adds this servicer to a server sets this attribute.
         recording: recorder of batches, or None if recording is off.
     """
 
@@ -685,7 +685,7 @@ class ControllerServicer(
 def _named_indexes(
     request: pb.ReleaseClaimRequest | pb.AckClaimRequest | pb.RequeueDeadLetteredRequest,
 ) -> Indexes | None:
-    """Return the sample indexes listed in a request, or None if the list is empty, which means all samples."""
+    """Return the sample indexes listed in a request, or None (meaning all samples) if the list is empty."""
     return decode_integers(request.global_indexes) if request.global_indexes else None
 
 
@@ -695,7 +695,7 @@ def _named_indexes(
 def pack_answer(answer: Message) -> PackedAnswer:
     """Convert a response to its `tq_service.v1` type name and serialized bytes for recording.
 
-    A message object uses 2 KB of memory, whereas its serialized form uses a few hundred bytes.
+    A message object uses 2 KB of memory, but its serialized form uses only a few hundred bytes.
     """
     return type(answer).__name__, answer.SerializeToString()  # `__name__` is a shared string
 

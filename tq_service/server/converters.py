@@ -1,4 +1,4 @@
-"""Conversions between the controller's protobuf messages and the types of the core."""
+"""Conversions between the controller's protobuf messages and the core's types."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
 
     Args:
         request: request for slots.
-        start_version: policy version with which generation starts, or None.
+        start_version: policy version that generation starts with, or None.
 
     Raises:
         InvalidArgumentError: the request refers to existing samples, or sets a field that slots do not support.
@@ -182,7 +182,7 @@ def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
     for name in ("global_indexes", "key_mode", "state", "claim", "rows_per_put", "append_at", "of_groups"):
         if name in {field.name for field, _ in write.ListFields()}:
             raise InvalidArgumentError(
-                f"write sets {name}, but slots are always new samples in state held. Unset {name}",
+                f"write.{name} is set, but slots are always new samples in the held state. Unset write.{name}",
                 field=f"write.{name}",
             )
     return replace(
@@ -203,7 +203,7 @@ def leased_claim(
     | pb.FailSamplesRequest
     | pb.HeldSamples,
 ) -> LeasedClaim | None:
-    """Return the leased claim in a request that changes samples, or None if the request contains no claim."""
+    """Return the leased claim specified by a request that changes samples, or None if no claim is specified."""
     if not request.HasField("claim"):
         return None
     return LeasedClaim(task_name=request.claim.task_name, request_id=request.claim.claim_request_id)
@@ -214,7 +214,8 @@ def placement(message: commit_pb2.PutPlacement) -> Put:
     storage: metadata_pb2.StorageEndpoint = message.storage
     if len(message.put_id) != 16 or len(storage.boot_id) != 16 or not storage.storage_id:
         raise InvalidArgumentError(
-            "placement is missing a storage_id, a 16-byte boot_id or a 16-byte put_id; send the placement from Put",
+            "placement lacks a storage_id, a 16-byte boot_id or a 16-byte put_id; send the placement unchanged, as "
+            "returned by Put",
             field="placement",
         )
     return Put(storage.storage_id, storage.boot_id, message.put_id)
@@ -248,8 +249,9 @@ def _check_size(request: Message, remedy: str) -> None:
     if request.ByteSize() > _MOST_CLAIM_BYTES:
         largest = max(request.ListFields(), key=lambda field: _size_alone(request, field[0].name))[0].name
         raise InvalidArgumentError(
-            f"the request is {request.ByteSize()} bytes, most of them in {largest}; expected at most "
-            f"{_MOST_CLAIM_BYTES}; {remedy}, and tag samples with custom_meta instead of listing many values in where",
+            f"the request has {request.ByteSize()} bytes, most of them in {largest}; expected at most "
+            f"{_MOST_CLAIM_BYTES} bytes. To shorten the request, {remedy}. Instead of listing many values in where, "
+            "tag samples with custom_meta",
             field=largest,
             metadata={"got": str(request.ByteSize()), "limit": str(_MOST_CLAIM_BYTES)},
         )
@@ -315,7 +317,7 @@ def selection(request: pb.LookupSamplesRequest) -> Selection:
 
 
 def _question(request: pb.LookupSamplesRequest) -> str:
-    """Return a checksum of a lookup's selection that ties page tokens to the lookup."""
+    """Return a checksum of a lookup's selection. The checksum ties page tokens to the lookup."""
     samples = pb.LookupSamplesRequest()
     samples.CopyFrom(request)
     for name in _FIELDS_OF_A_PAGE:
@@ -353,8 +355,8 @@ def changed_selection(
     others = bool(request.keys or request.groups or request.rollouts)
     if request.HasField("claim") and (others or not indexes.size):
         raise InvalidArgumentError(
-            "claim is set without global_indexes, or together with keys, groups or rollouts; specify the claim's "
-            "samples only by global_indexes",
+            "claim is set, but the samples are not specified by global_indexes alone; set global_indexes, and unset "
+            "keys, groups and rollouts",
             field="claim",
         )
     is_all = bool(where or skipped_by or request.task_name) and not (indexes.size or others)
@@ -535,7 +537,7 @@ def located_meta(
     data_fields: Sequence[str],
     endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return metadata of the samples at given positions, with the locations of the `data_fields` that all samples have.
+    """Return metadata of the samples at `positions`, with the locations of the `data_fields` that all samples have.
 
     If `endpoints` is None, the locations are omitted.
     """
@@ -554,7 +556,7 @@ def located_meta(
 
 
 def names_of(names: Sequence[str | None]) -> list[str]:
-    """Return sample names for a message, with "" for unnamed samples. If all samples are unnamed, return []."""
+    """Return sample names for a message, with "" for unnamed samples. The result is empty if all are unnamed."""
     return [name or "" for name in names] if any(names) else []
 
 
@@ -589,7 +591,7 @@ def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], en
 
 
 def add_plan(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
-    """Add a rank's steps and dropped samples, and the totals of its batch, to the metadata."""
+    """Add a rank's steps, its dropped samples and its batch's totals to the metadata."""
     _add_steps(meta, part)
     meta.dropped_indexes.extend(part.dropped.tolist())
     if part.totals:

@@ -1,8 +1,8 @@
-"""Credential files for tokens, the certificate, and the internal secret. The files are reloaded when they change.
+"""Files with credentials: tokens, the certificate, and the internal secret. The files are reloaded when they change.
 
-A token has 256 random bits and is stored as its SHA-256 digest. Tokens cannot be guessed, so a slow hash would only let
-clients overload the service with invalid tokens. Tokens are looked up by digest. Callers cannot choose a token's
-digest, so the duration of a lookup reveals nothing about the stored tokens.
+A token has 256 random bits and is stored as its SHA-256 digest. Because tokens cannot be guessed, a slow hash would add
+no protection and would let clients overload the service with invalid tokens. Tokens are looked up by digest. Callers
+cannot choose a token's digest, so the duration of a lookup reveals nothing about the stored tokens.
 
 The services of a deployment share an internal secret, which distinguishes calls by services from calls by clients.
 Services never send the secret itself. Instead, services send a proof derived from the secret. A separate value is
@@ -47,7 +47,7 @@ ALL_PARTITIONS: Final = ""
 _MARK: Final = "tq_"  # lets secret scanners find a leaked token
 _RANDOM_BYTES: Final = 32
 INTERNAL_KEY: Final = "tq-internal"
-"""Metadata key for the proof that a calling service knows the internal secret."""
+"""Key of the metadata with which a calling service proves that it knows the internal secret."""
 SHORTEST_SECRET: Final = 32
 _LONGEST_SECRET: Final = 4096
 _CALLS: Final = "tq_service internal calls 1"
@@ -59,13 +59,13 @@ _ACCEPT_OLD_SECONDS: Final = 60.0
 class ReloadingFiles(ABC):
     """A set of files that is loaded at startup and reloaded after changes.
 
-    Changed files are reloaded only after two consecutive checks have found them in the same state. Otherwise, a file
-    being written in place could be read while it is still empty, and an empty tokens file is valid. Each error is
-    logged only once. Loading is retried at each check, because the cause may lie outside the files, such as too many
-    open files.
+    Changed files are reloaded only after two consecutive checks have found them in the same state. Otherwise, a tokens
+    file that is being written in place could be read while it is still empty, and an empty tokens file is valid. Each
+    error is logged only once. After an error, each check retries the load, because the cause may not be in the files.
+    For example, the process may have too many open files.
 
     Args:
-        *paths: paths of the files, with None for each unused file.
+        *paths: path of each file, or None for a file that is not used.
         what_stays: final clause of each logged error, which states what remains in use until the files are valid.
 
     Raises:
@@ -84,7 +84,7 @@ class ReloadingFiles(ABC):
 
     @abstractmethod
     def _read(self) -> None:
-        """Load the files and start using them. Raise InvalidArgumentError if the files are unusable."""
+        """Load the files and apply their contents. Raise InvalidArgumentError if the files are unusable."""
 
     def reload(self) -> None:
         """Reload the files if they have changed and are no longer being written."""
@@ -96,14 +96,14 @@ class ReloadingFiles(ABC):
             self._read()
         except InvalidArgumentError as error:
             if str(error) != self._refused:
-                _log.error(LogMessage(f"could not load changed files; {self._what_stays}", error=error))
+                _log.error(LogMessage(f"could not load the changed files; {self._what_stays}", error=error))
             self._refused = str(error)
         else:
             self._taken, self._refused = signature, ""
 
 
 def check_private(path: Path) -> None:
-    """Reject a secret file that other users may read or change. Read access for the group is allowed.
+    """Reject a secret file that other users may read or change. Read access by the file's group is allowed.
 
     Raises:
         OSError: the file does not exist.
@@ -120,8 +120,8 @@ class ServerCertificate(ReloadingFiles):
     """TLS credentials of a port, reloaded when their files change.
 
     At each handshake, a gRPC thread requests the certificate and key and receives the last valid pair. Open connections
-    are not affected. If the files are invalid, for example because only the certificate has been replaced so far, the
-    error is logged and the previous pair stays in use.
+    are not affected. If the files are invalid, the error is logged and the previous pair stays in use. This happens,
+    for example, when only the certificate has been replaced so far.
 
     Args:
         cert: PEM file with the certificate and its chain.
@@ -131,7 +131,7 @@ class ServerCertificate(ReloadingFiles):
             clients need no certificate.
 
     Attributes:
-        context: TLS context for connections that do not use gRPC, replaced when the files change.
+        context: TLS context for connections that do not use gRPC. A new context replaces it when the files change.
 
     Raises:
         InvalidArgumentError: the files are unusable.
@@ -302,7 +302,7 @@ def parse_tokens(text: str) -> dict[str, Token]:
         raise InvalidArgumentError(f"the text is not valid TOML: {error}") from None
     entries = document.pop("token", [])
     if document or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise InvalidArgumentError("the text has unexpected content; expected only [[token]] entries")
+        raise InvalidArgumentError("the text has content other than [[token]] entries; remove it")
     tokens: dict[str, Token] = {}
     for number, entry in enumerate(entries, 1):
         try:
@@ -368,7 +368,7 @@ def remove_token(path: Path, name: str) -> None:
                 _replace(path, f"{text[:start]}{text[end:]}".rstrip() + "\n")
                 return
         raise InvalidArgumentError(
-            f"the entry for {name!r} in {path} is not a separate [[token]] table; remove the entry with an editor"
+            f"the entry for {name!r} in {path} is not a separate [[token]] table; edit the file to remove the entry"
         )
 
 
@@ -395,7 +395,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock a file's directory during the `with` block.
+    """Hold a lock on a file's directory during the `with` block.
 
     A lock on the file itself would be lost when the file is replaced.
     """
@@ -414,7 +414,7 @@ class TokenFile(ReloadingFiles):
         path: path of the tokens file.
 
     Attributes:
-        tokens: current tokens, by digest. Each load of the file creates a new mapping.
+        tokens: current tokens, by digest. Loading the file creates a new mapping instead of changing this one.
 
     Raises:
         InvalidArgumentError: the file could not be read, other users can access it, or its content is invalid.
@@ -442,8 +442,8 @@ class InternalSecret(ReloadingFiles):
 
     Args:
         path: path of the secret file.
-        is_made: whether to create the file if it is missing and recreate it after removal. If several services start at
-            the same time, one of them creates the file and all of them read it.
+        is_made: whether to create the file if it is missing, and to recreate it if it is removed. If several services
+            start at the same time, one of them creates the file and all of them read it.
         is_own: whether the file and its directory must be accessible only to this user. Set `is_own` if other users can
             create files next to the directory, as in /tmp. If false, the only requirement is that other users cannot
             read the file.
@@ -474,14 +474,14 @@ class InternalSecret(ReloadingFiles):
         return self._old_proof if is_new else self._proof
 
     def accepts(self, proof: str) -> bool:
-        """Return whether a proof is valid. For a minute after a change, the previous secret's proof is also valid."""
+        """Return whether a proof is valid. For a minute after the secret changes, its old proof remains valid."""
         given = proof.encode("utf-8", "replace")
         is_present = hmac.compare_digest(given, self._proof.encode())
         is_old = bool(self._old_proof) and self._clock() - self._renewed_at < _ACCEPT_OLD_SECONDS
         return is_present | (is_old & hmac.compare_digest(given, self._old_proof.encode()))
 
     def derive(self, purpose: str) -> bytes:
-        """Derive 32 bytes for a single purpose from the secret.
+        """Derive 32 bytes from the secret for the given purpose.
 
         The result reveals neither the secret nor the bytes derived for other purposes.
         """
@@ -624,8 +624,8 @@ def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret 
     if settings.role == "all":
         return None
     raise InvalidArgumentError(
-        f"a service with role {settings.role} must distinguish calls by other services from calls by clients. Set the "
-        "same internal_secret_file (--internal-secret-file, TQ_INTERNAL_SECRET_FILE; create it with "
+        f"a service with the role {settings.role} must distinguish calls by other services from calls by clients. Set "
+        "the same internal_secret_file (--internal-secret-file, TQ_INTERNAL_SECRET_FILE; create it with "
         "`openssl rand -hex 32`) for all services. Alternatively, set auth_tokens_file and peer_token_file for all "
         "services, using tokens with the service role (docs/security.md)",
         field="internal_secret_file",

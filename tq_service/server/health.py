@@ -19,15 +19,16 @@ _NOT_SERVING: Any = health_pb2.HealthCheckResponse.NOT_SERVING
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
     """Reports whether each service in this process accepts calls. The name "" refers to the process itself.
 
-    Services are NOT_SERVING before `serve` is called and after `drain` is called. On a standby, the process is SERVING,
-    but its services are NOT_SERVING.
+    Services are NOT_SERVING until `serve` is called, and again after `drain` is called. On a standby, the process is
+    SERVING, but its services are NOT_SERVING.
 
-    The servicer in the package `grpc_health` is unsuitable, because it locks all watchers while it writes to any one of
-    them. A client that does not read could therefore delay `drain`, which must finish in a single event-loop iteration.
-    In addition, `grpc_health` ends its Watch calls only when the server stops.
+    The servicer in the `grpc_health` package is unsuitable, because it locks out all watchers while it writes to any
+    one of them. A client that does not read could therefore delay `drain`, which must finish in a single event-loop
+    iteration. In addition, Watch calls to the `grpc_health` servicer end only when the server stops.
 
     Args:
-        most_watches: maximum number of Watch calls. Watch calls need no token, so no other limit applies to them.
+        most_watches: maximum number of concurrent Watch calls. No other limit applies to Watch calls, because they need
+            no token.
     """
 
     def __init__(self, most_watches: int = 1024) -> None:
@@ -49,7 +50,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         self._set(process=_SERVING, services=_NOT_SERVING)
 
     def drain(self) -> None:
-        """Report permanently that no service accepts calls. Each Watch call sends this final status and ends."""
+        """From now on, report that no service accepts calls. Each Watch call sends this final status and ends."""
         self._set(process=_NOT_SERVING, services=_NOT_SERVING)
         self._is_draining = True
 

@@ -60,13 +60,13 @@ async def register_storage(
     registration: Registration | None = None,
     is_adopted: bool = False,
 ) -> None:
-    """Send a storage service's heartbeats to a controller and drop puts that are unknown to the controller.
+    """Send a storage service's heartbeats to a controller and drop puts that the controller does not know.
 
     In a cluster, the service registers with the leader. If a controller does not respond, the service searches for the
     leader again.
 
-    An overdue put is dropped if its controller does not know it or if this service has long been registered with a
-    different controller.
+    An overdue put is dropped in two cases: its controller does not know the put, or this service has long been
+    registered with a different controller.
 
     Args:
         engine: engine that stores the puts.
@@ -74,8 +74,9 @@ async def register_storage(
         endpoint: endpoint at which clients reach the storage service.
         controller: address of the controller, or the comma-separated addresses of a cluster's controllers.
         credentials: credentials of this service.
-        registration: registration to renew whenever a heartbeat is accepted.
-        is_adopted: whether the puts were adopted from a lost storage service and are registered under its name.
+        registration: the registration that each accepted heartbeat renews.
+        is_adopted: whether this process adopted the puts from a lost storage service and registers them under that
+            service's name.
 
     Raises:
         PreconditionError: another storage service has adopted the puts, so this process must stop serving them.

@@ -1,4 +1,4 @@
-"""The gRPC port, including TLS, access control, and incoming connections.
+"""The gRPC port, with TLS, access control, and limits on incoming connections.
 
 gRPC limits the number of connections but cannot tell which of them are legitimate. A connection is admitted once one of
 its calls passes access control. Every second, a sweep over this process's sockets closes connections that have not been
@@ -91,7 +91,7 @@ class Listener:
 
     @property
     def tls_context(self) -> Callable[[], ssl.SSLContext] | None:
-        """Function that returns the current TLS context for connections other than gRPC, or None if TLS is off."""
+        """Function that returns the current TLS context for non-gRPC connections, or None if TLS is off."""
         certificate = self._certificate
         return None if certificate is None else lambda: certificate.context
 
@@ -135,7 +135,7 @@ class Listener:
         return Access(context=self.tls_context, refusal=partial(self.access.refused_scrape, loop))
 
     async def watch(self) -> None:
-        """Reload changed files and flush the audit log periodically until cancelled."""
+        """Until cancelled, periodically reload changed files and flush the audit log."""
         await regularly(_LOOK_SECONDS, self._look)
 
     async def _look(self) -> None:
@@ -151,7 +151,7 @@ class Listener:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Check that this process can listen on an address. Without this check, gRPC reports a failure only on stderr.
+    """Check that this process can listen on an address. Without this check, gRPC would report a failure only on stderr.
 
     Raises:
         OSError: the address is in use or does not belong to this machine.
@@ -196,10 +196,10 @@ class Connections:
     The event loop owns `_admitted_at`, and the running sweep owns `_connections`.
 
     Args:
-        admitted_at: time of the first admitted call on each connection, by peer. Entries of closed connections are
+        admitted_at: time of each connection's first admitted call, keyed by peer. Entries of closed connections are
             removed.
         most: maximum number of connections to the server.
-        first_call_seconds: maximum age of a connection without an admitted call.
+        first_call_seconds: number of seconds after which a connection without an admitted call is closed.
     """
 
     def __init__(self, admitted_at: dict[str, float], most: int, first_call_seconds: float) -> None:
@@ -211,10 +211,10 @@ class Connections:
         self._closed_count = 0
 
     async def sweep(self, port: int) -> None:
-        """Close connections to a port if they have no admitted call and are either too old or too numerous.
+        """Close unadmitted connections to a port if they are too old, or if an address has too many of them.
 
-        Call this method about once per second. If few connections are still available, the sweep is repeated at a
-        shorter interval.
+        Call this method about once per second. If few connections remain available, the sweep is repeated at a shorter
+        interval.
         """
         while True:
             if await self._sweep(port) <= self._most * 3 // 4:
@@ -222,7 +222,7 @@ class Connections:
             await asyncio.sleep(_SCARCE_SECONDS)
 
     async def _sweep(self, port: int) -> int:
-        """Sweep the connections once and return the number of connections found."""
+        """Close idle connections once, and return the number of connections that were found."""
         now, admitted = time.monotonic(), set(self._admitted_at)
         self._closed_count += await run_in_daemon_thread(
             lambda: self._close_idle(port, admitted, now), thread_name="tq-connections"
@@ -247,7 +247,9 @@ class Connections:
     def report(self) -> None:
         """Log the number of connections closed since the last report."""
         if self._closed_count:
-            _log.warning(LogMessage("closed connections that made no authenticated call", count=self._closed_count))
+            _log.warning(
+                LogMessage("closed connections on which no authenticated call was made", count=self._closed_count)
+            )
             self._closed_count = 0
 
     def _close_idle(self, port: int, admitted: set[str], now: float) -> int:
@@ -272,7 +274,7 @@ class Connections:
 def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tuple[int, _Connection]]:
     """Yield the descriptor and connection of each socket connected to a port.
 
-    Only one system call is needed for each connection in `known`.
+    Each connection in `known` requires only one system call.
     """
     try:
         names = os.listdir(_FILES)  # noqa: PTH208  (thousands of names, every second)
@@ -294,7 +296,7 @@ def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tupl
 
 
 def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
-    """Return gRPC's name for the peer and the peer's address, or None unless the socket is a connection to the port."""
+    """Return gRPC's name for the peer and the peer's address, or None if the socket is not a connection to the port."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family not in {socket.AF_INET, socket.AF_INET6} or connection.getsockname()[1] != port:

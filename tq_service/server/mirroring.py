@@ -53,8 +53,9 @@ class Adopted:
 
     Attributes:
         engine: engine that stores the adopted puts.
-        keys: receipt keys of the registrations under the lost service's name. No receipts are issued for adopted puts.
-        registration: tracker of the registration under the lost service's name.
+        keys: receipt keys from the registrations made under the lost service's name. No receipts are issued for adopted
+            puts.
+        registration: tracks the registration under the lost service's name.
         tasks: background tasks of the instance.
     """
 
@@ -73,7 +74,7 @@ class Mirroring:
         node: name of this service's machine.
         copies: desired number of copies of each put.
         required: minimum number of copies of each put.
-        offered_bytes: number of bytes of memory that other nodes may use for their objects.
+        offered_bytes: amount of memory that other nodes may use for their objects, in bytes.
         supervisor: runs background tasks.
 
     Attributes:
@@ -116,7 +117,7 @@ class Mirroring:
     def mirror_of(
         self, storage_id: str, boot_id: bytes, registration: Registration, generation: int = 0
     ) -> tuple[Mirror, ObjectWriter]:
-        """Create the mirror of an instance's puts and the writer of the mirror's objects."""
+        """Create the mirror for an instance's puts, and the writer for the mirror's objects."""
         writer = ObjectWriter(
             self._objects,
             Names(storage_id=storage_id, boot_id=boot_id),
@@ -128,12 +129,12 @@ class Mirroring:
         return Mirror(writer, required=self._required, url=self._url), writer
 
     async def run(self, mirror: Mirror, register: Callable[[Adopted], Coroutine[Any, Any, None]]) -> None:
-        """Open the object store, retrying until the store responds. Then run the mirror of this service's puts.
+        """Open the object store, retrying until the store responds. Then mirror this service's puts.
 
         Args:
             mirror: mirror of this service's puts.
-            register: coroutine function that keeps an adopted instance registered with the controller until cancelled.
-                The function raises PreconditionError if another storage service has adopted the instance.
+            register: coroutine function that keeps an adopted instance registered with the controller until it is
+                cancelled. The function raises PreconditionError if another storage service has adopted the instance.
         """
         self._register = register
         while True:
@@ -187,7 +188,7 @@ class Mirroring:
         own: StorageEngine,
         search_id: bytes,
     ) -> Adopted:
-        """Adopt the puts of a lost instance, after ending any earlier adoption and releasing its puts."""
+        """Adopt the puts of a lost instance. First, end any earlier adoption and release the puts it adopted."""
         if earlier is not None:
             earlier.cancel()
             await asyncio.wait((earlier,))
@@ -230,7 +231,7 @@ class Mirroring:
         adopted.tasks.append(self._supervisor.start(name, work, may_end=True))
 
     async def _stay_registered(self, adopted: Adopted) -> None:
-        """Keep an adopted instance registered, and release it if another storage service has adopted it."""
+        """Keep an adopted instance registered, but release it if another storage service has adopted it."""
         if self._register is None:
             return
         try:
@@ -254,7 +255,7 @@ class Mirroring:
         await self.leave(adopted)
 
     async def leave(self, adopted: Adopted) -> None:
-        """Stop serving an adopted instance whose puts were freed or adopted by another storage service."""
+        """Stop serving an adopted instance after its puts were freed or another storage service adopted them."""
         self.adopted.pop(adopted.engine.boot_id, None)
         current = asyncio.current_task()
         for task in adopted.tasks:

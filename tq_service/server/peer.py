@@ -87,11 +87,11 @@ class Peer(Generic[Stub]):
 
 
 class PeerOutage:
-    """Logs the start and end of another service's outages and each new problem during an outage.
+    """Logs when another service's outages start and end, and each new problem during an outage.
 
     Args:
         log: logger that receives the messages.
-        peer: name of the other service in log messages.
+        peer: name that log messages use for the other service.
         fields: fields added to each log message, such as the address.
     """
 
@@ -103,7 +103,7 @@ class PeerOutage:
         self._problem = ""
 
     def lasts(self, problem: str, error: Exception, level: int = logging.WARNING) -> None:
-        """Record that a call failed. Log the failure if it starts an outage or reports a new problem.
+        """Record that a call failed. Log the failure if it is the first of an outage or its problem is new.
 
         Args:
             problem: verb phrase that describes the problem, such as "does not answer".
@@ -124,5 +124,5 @@ class PeerOutage:
         """Record that a call succeeded, and log the end of the outage if there was one."""
         if self._began is not None:
             seconds = round(time.monotonic() - self._began, 1)
-            self._log.info(LogMessage(f"{self._peer} answers again", **self._fields, after_seconds=seconds))
+            self._log.info(LogMessage(f"{self._peer} is responding again", **self._fields, after_seconds=seconds))
             self._began, self._problem = None, ""

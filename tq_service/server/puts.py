@@ -12,28 +12,28 @@
       |
     absent; its receipt is revoked (`receipts.py`)
 
-Why no put is lost or leaked:
+No put is lost or leaked, for the following reasons:
 
 - *A commit is in flight.* The controller knows the put, so the storage service keeps it and asks about it again later.
-- *A commit arrives after the controller reported the put as unknown.* The put's receipt is void. The heartbeat that
-  asked about the put also raised the earliest valid issue time, and all receipts of overdue puts are older than that
-  time.
+- *A commit arrives after the controller reported the put as unknown.* By then, the put's receipt is void. The heartbeat
+  that asked about the put also raised the earliest valid issue time. The receipts of all overdue puts were issued
+  before that time.
 - *A second commit arrives after the put was freed.* The commit is rejected for as long as any receipt of the put may be
-  valid. A client that puts the data again uses a new put_id, so freeing cells late or twice is harmless.
+  valid. Freeing cells late or twice is harmless, because a client that puts the data again uses a new put_id.
 - *The controller restarts, or a standby takes over.* The controller creates new receipt keys and reads all committed
   puts from its journal. The controller sends the list of committed puts to the storage service, which drops committed
-  puts that are not listed. The storage service asks about uncommitted puts once they are overdue.
+  puts that are not listed. When uncommitted puts become overdue, the storage service asks about them.
 - *A commit races with a heartbeat about its put.* Either the controller already knows the put, or the receipt is void.
-  The controller records the earliest valid issue time and responds to the heartbeat in a single step. The controller
-  also checks the receipt and records the put in a single step.
+  In a single step, the controller records the earliest valid issue time and responds to the heartbeat. Checking the
+  receipt and recording the put is also a single step.
 
-The list of known puts is sent in several messages, between which other puts may be committed or freed. If a put is
-freed after the list was created, the list still contains the put, and a later call frees it. If a put is committed
-after the list was created, the storage service does not drop it. Either the commit was already in flight, so the list
-contains the put, or the put is confirmed after the storage service has started recording confirmations.
+The list of known puts is sent in several messages, between which other puts may be committed or freed. A put that is
+freed after the list was created is still listed, and a later call frees it. If a put is committed after the list was
+created, the storage service does not drop it. If the commit was already in flight, the list contains the put.
+Otherwise, the put is confirmed after the storage service has started recording confirmations.
 
-This module implements Insert, Commit, and puts that include a commit and are sent to a storage service in the
-controller's process:
+This module implements Insert and Commit. It also implements puts that include a commit, if they are sent to a storage
+service in the controller's process:
 
     (receipt check if the put is stored in another process) -> admission -> capacity for many rows is reserved in steps
         -> write and response in a single step -> later confirmation to the storage service
@@ -88,13 +88,13 @@ _NO_ROWS: Final = np.zeros(0, np.int64)
 
 
 class Holder(Protocol):
-    """A storage service that stores puts: an `EmbeddedStorage` or a `RemoteStorage`."""
+    """Interface of a storage service, implemented by `EmbeddedStorage` and `RemoteStorage`."""
 
     storage_id: str
     boot_id: bytes
 
     def confirm(self, put_id: bytes) -> object:
-        """Mark a put as committed. This may take place in the background."""
+        """Mark a put as committed, possibly in the background."""
         ...
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
@@ -108,30 +108,31 @@ class Holder(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Calls:
-    """The number of in-flight calls that commit the same put, and whether any of them succeeded or was rejected."""
+    """Counts the in-flight calls that commit the same put, and records whether any succeeded or was rejected."""
 
     call_count: int = 0
     is_answered: bool = False
 
 
 class Puts:
-    """Committed puts, puts that are being committed, and cells to free. Use this class only on the event loop.
+    """Tracks committed puts, puts that are being committed, and cells to free. Use this class only on the event loop.
 
     Args:
-        embedded_id: name of the storage service in this process, or None.
-        find: function that returns the storage service that stores an instance's puts, or None if the instance is
-            unknown.
-        require: function that returns the storage service that stores an uncommitted put, or raises an error if the put
-            cannot be committed.
-        snapshot_cells: function that returns the cells currently used by samples, by partition.
+        embedded_id: name of the storage service in this process, or None if there is none.
+        find: function that returns the storage service holding an instance's puts, or None if the instance is unknown.
+        require: function that returns an uncommitted put's storage service, or raises an error if the put cannot be
+            committed.
+        snapshot_cells: function that returns, for each partition, the cells that samples currently use.
         after_durable: function that calls its argument once all changes made so far are durable.
-        supervisor: supervisor of the background task that frees cells.
+        supervisor: runs the background task that frees cells.
 
     Attributes:
-        require: the `require` function passed to the constructor.
-        has_some_elsewhere: whether storage services in other processes store puts. If no other storage service stores
-            puts, put updates take effect immediately, because the embedded storage service and the controller share a
-            journal. In that journal, the controller's record of a change precedes the storage service's record.
+        require: function that returns an uncommitted put's storage service, or raises an error if the put cannot be
+            committed.
+        has_some_elsewhere: whether any puts are stored by storage services in other processes. If no other storage
+            service stores puts, put updates take effect immediately, because the embedded storage service and the
+            controller share a journal. In that journal, the controller's record of a change precedes the storage
+            service's record.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class Puts:
         return [put.put_id for put in puts if put not in self._committed and put not in self._uncommitted]
 
     def known(self, storage_id: str, boot_id: bytes) -> KnownPuts:
-        """Return a snapshot of a storage service's puts that are known to the controller."""
+        """Return a snapshot of those puts of a storage service that the controller knows."""
         return KnownPuts(
             storage_id=storage_id,
             boot_id=boot_id,
@@ -190,7 +191,7 @@ class Puts:
         return put in self._committed
 
     def check_uncommitted(self, put: Put) -> None:
-        """Reject a second commit of a put, because clearing the samples of one commit would free the cells of both."""
+        """Reject a second commit of a put, because clearing either commit's samples would free the cells of both."""
         if put in self._committed:
             raise AlreadyExistsError(
                 f"put {put.put_id.hex()} was already committed under another request_id; put the data again",
@@ -262,7 +263,7 @@ class Puts:
 
     @contextlib.contextmanager
     def placing(self, put: Put) -> Iterator[None]:
-        """Record a put created by the controller as uncommitted until `mark_committed` or `free_now` is called.
+        """Treat a put created by the controller as uncommitted until `mark_committed` or `free_now` is called.
 
         If the `with` block raises an error, the put is freed.
         """
@@ -274,7 +275,7 @@ class Puts:
             raise
 
     def mark_committed(self, puts: Sequence[Put]) -> None:
-        """Record puts created by the controller as committed."""
+        """Record that puts created by the controller are committed."""
         for put in puts:
             with self.commit(put):
                 pass
@@ -293,7 +294,7 @@ class Puts:
 
     @contextlib.contextmanager
     def holding_frees(self) -> Iterator[None]:
-        """Keep all cells readable inside the `with` block. Cells to free are not freed until the block ends."""
+        """Keep all cells readable inside the `with` block. Cells are not freed until the block ends."""
         self._hold_count += 1
         try:
             yield
@@ -306,9 +307,9 @@ class Puts:
     def free(self, freed: Sequence[Freed]) -> None:
         """Free these unused cells in the given order once the current change is durable.
 
-        A small number of cells is freed immediately. A large number, such as all cells of a partition, is freed in
-        small steps that yield to the event loop. If this process ends before the cells are freed, storage services drop
-        the cells, because the next controller process does not know them.
+        A small number of cells is freed immediately. Many cells, such as all cells of a partition, are freed in small
+        steps that yield to the event loop. If this process ends before the cells are freed, the next controller process
+        does not know these cells, so storage services drop them.
         """
         self._leaving += freed
         if self._hold_count:
@@ -370,9 +371,9 @@ class KnownPuts:
     Attributes:
         storage_id: name of the storage service.
         boot_id: instance id of the storage service.
-        cells: cells that samples use in all storage services, by partition.
-        leaving: cells in all storage services that samples no longer use but that have not yet been freed.
-        uncommitted: puts of all storage services for which commits are in flight.
+        cells: cells in all storage services that samples use, by partition.
+        leaving: cells, across all storage services, that samples no longer use but that have not yet been freed.
+        uncommitted: puts that are being committed, across all storage services.
     """
 
     storage_id: str
@@ -382,12 +383,12 @@ class KnownPuts:
     uncommitted: Sequence[Put] = ()
 
     def staying(self) -> set[bytes]:
-        """Return the ids of the puts to leave unchanged: those being committed, and those with cells to free."""
+        """Return the ids of puts that stay unchanged: those being committed, and those with cells yet to be freed."""
         leaving = (freed_cells(each).put for each in self.leaving)
         return {put.put_id for put in chain(self.uncommitted, leaving) if self._is_own(put)}
 
     def parts(self) -> Iterator[PutCells]:
-        """Yield the cells that samples use, except those of puts to leave unchanged. Thread-safe."""
+        """Yield the cells that samples use, except cells of puts that must stay unchanged. Thread-safe."""
         staying = self.staying()
         for cells in chain.from_iterable(map(live_cells, self.cells)):
             if self._is_own(cells.put) and cells.put.put_id not in staying:
@@ -431,7 +432,7 @@ def encode_cells(cells: PutCells) -> Iterator[storage_control_pb2.PutCells]:
 def in_messages(
     cells: Iterable[storage_control_pb2.PutCells], most: int
 ) -> Iterator[list[storage_control_pb2.PutCells]]:
-    """Group cells into messages, each with at most `most` entries and a few thousand runs of rows."""
+    """Group cells into messages. Each message contains at most `most` entries and a few thousand runs of rows."""
     message: list[storage_control_pb2.PutCells] = []
     message_runs = 0
     for each in cells:
@@ -493,7 +494,7 @@ class Commits:
         if not request.HasField("placement"):
             if request.columns:
                 raise InvalidArgumentError(
-                    "columns are set without a placement; also send the put's placement", field="placement"
+                    "columns are set without a placement; expected the put's placement as well", field="placement"
                 )
             return await self._write_without_put(request, context, commit_pb2.CommitResponse)
         put = converters.placement(request.placement)
@@ -519,10 +520,10 @@ class Commits:
                 )
 
     def _open_receipt(self, request: commit_pb2.CommitRequest, put: Put, columns: Sequence[ColumnShape]) -> PutReceipt:
-        """Return the contents of a put's receipt after checking that the put has the given columns.
+        """Check that a put has the given columns, and return the contents of the put's receipt.
 
         Raises:
-            InvalidArgumentError: the put has different columns.
+            InvalidArgumentError: the put's columns differ from the given columns.
         """
         opened = self._puts.require(put).open_receipt(put.put_id, request.write.partition_id, request.placement.receipt)
         if opened.columns_digest != columns_digest(columns):
@@ -539,17 +540,18 @@ class Commits:
         count = request.write.row_count
         if request.return_all_meta and count > MOST_NAMED:
             raise InvalidArgumentError(
-                f"return_all_meta is set for {count} samples; expected at most {MOST_NAMED}. Put the samples in "
-                "several calls, or look them up after the put",
+                f"return_all_meta is set for {count} samples; expected at most {MOST_NAMED}. Put the samples "
+                "in several smaller calls, or look them up after the put",
                 field="return_all_meta",
                 metadata={"got": str(count), "limit": str(MOST_NAMED)},
             )
 
     async def add_all_meta(self, request: commit_pb2.CommitRequest, answer: commit_pb2.CommitResponse) -> None:
-        """Add the samples' current metadata to the response to a commit if the request asks for it.
+        """If a commit's request asks for it, add the samples' current metadata to the response.
 
-        The metadata of many samples is read in parts, and each part is followed by a yield to the event loop. Metadata
-        is omitted from the recorded response, because recorded responses are kept in memory and on disk for hours.
+        If there are many samples, the method reads their metadata in parts and yields to the event loop between parts.
+        Metadata is omitted from the recorded response, because recorded responses are kept in memory and on disk for
+        hours.
         """
         rows = read_indexes(answer.meta) if request.return_all_meta else _NO_ROWS
         while rows.size:
@@ -566,14 +568,14 @@ class Commits:
     async def _write_without_put(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, context: Context, kind: type[Answer]
     ) -> Answer:
-        """Write samples without cells, or write metadata and state only."""
+        """Perform a write without a put. The write adds samples without cells, or contains only metadata and state."""
         if request.write.of_groups:
             raise InvalidArgumentError(
-                "of_groups is set without a placement; also send the put's placement", field="placement"
+                "of_groups is set without a placement; expected the put's placement as well", field="placement"
             )
         if request.write.append_at:
             raise InvalidArgumentError(
-                "append_at is set without a placement; also send the put's placement", field="append_at"
+                "append_at is set without a placement; expected the put's placement as well", field="append_at"
             )
         async with self.admitted(request, 0, context):
             return await self._write_once(request, kind, converters.sample_write(request.write))
@@ -582,10 +584,10 @@ class Commits:
     async def admitted(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, size_bytes: int, context: Context
     ) -> AsyncIterator[None]:
-        """Wait until the partition has capacity for new samples and reserve that capacity for the `async with` block.
+        """Wait until the partition has capacity for new samples, and reserve it during the `async with` block.
 
-        Gathered puts fail immediately if there is no capacity. Group puts do not wait for capacity, but their bytes
-        reduce the capacity available to later samples.
+        Puts that are combined into one call do not wait: they fail immediately if there is no capacity. Group puts do
+        not wait for capacity, but their bytes reduce the capacity available to later samples.
 
         Raises:
             InvalidArgumentError: the request contains too many keys, groups or rollouts.
@@ -633,8 +635,9 @@ class Commits:
             check()
             if for_existing_rows and self.makes_samples(request.write):
                 raise QuotaExceededError(
-                    f"put {put.put_id.hex()} was sent with for_existing_rows, but its commit creates samples, which "
-                    "must not use capacity reserved for existing rows. Put the data again without for_existing_rows",
+                    f"put {put.put_id.hex()} was sent with for_existing_rows, but its commit creates samples. New "
+                    "samples must not use capacity reserved for existing rows. Put the data again without "
+                    "for_existing_rows",
                     metadata={"limit_name": "reserve", "put_id": put.put_id.hex()},
                 )
             return self._puts.commit(put)
@@ -650,7 +653,7 @@ class Commits:
         change: GroupsWritten,
         committing: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> commit_pb2.CommitResponse:
-        """Write groups in a single step within the `committing` context, once per request_id."""
+        """Write groups within the `committing` context, in a single step and only once per request_id."""
 
         def answer() -> commit_pb2.CommitResponse:
             with committing():
@@ -668,7 +671,7 @@ class Commits:
     ) -> Answer:
         """Write samples in a single step within the `committing` context, once per request_id.
 
-        If there are many rows, capacity for them is first reserved in several steps.
+        Before a write of many rows, capacity is reserved in several steps.
         """
         message = request.write
         where = message.partition_id, message.incarnation
@@ -687,7 +690,7 @@ class Commits:
     def makes_samples(self, write: commit_pb2.SampleWrite) -> bool:
         """Return whether a write would create samples. The result is undefined if the write is invalid.
 
-        A group put counts as creating samples unless its key mode allows only existing groups.
+        A put for groups is assumed to create samples unless its key mode allows only existing groups.
         """
         if write.of_groups:
             return write.key_mode != commit_pb2.KEY_MODE_EXISTING

@@ -3,11 +3,11 @@
     storage service completes put and seals receipt -> client -> Commit -> controller opens receipt, without a call
 
 The controller creates a random key for each registration of a storage service and sends the key in its response. Each
-key therefore belongs to one controller process and one storage service process. A receipt is invalid if it was sealed
-for another controller or by another storage service, or if either process has restarted since. Each receipt contains
-its issue time, according to the storage service's clock. The storage service regularly reports the earliest valid issue
-time. When a put is freed, its receipts are revoked, and the revocation is remembered until they would have expired. The
-ids of freed puts are not reused.
+key is therefore tied to one controller process and one storage service process. A receipt sealed for another controller
+or by another storage service is invalid. A restart of either process also invalidates all earlier receipts. Each
+receipt contains its issue time, according to the storage service's clock. The storage service regularly reports the
+earliest issue time of receipts that are still valid. When a put is freed, its receipts are revoked, and the revocation
+is remembered until they would have expired. The ids of freed puts are not reused.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ReceiptKeys:
         self.expect(controller_id, key_id(key))
 
     def expect(self, controller_id: bytes, key: bytes) -> None:
-        """Record the `key_id` of the latest registration, possibly before the key itself is known.
+        """Record the `key_id` of the latest registration. The key itself may not be known yet.
 
         After this call, `check_key` accepts only that key.
 
@@ -109,7 +109,7 @@ class ReceiptKeys:
 
 
 class ReceiptBook:
-    """Opens receipts issued by a storage service process and tracks which receipts are no longer valid.
+    """Opens the receipts that a storage service process issues, and tracks which of them are no longer valid.
 
     Attributes:
         key: key that seals the receipts.
@@ -131,7 +131,7 @@ class ReceiptBook:
         self._revoked[put_id] = math.inf
 
     def on_freed(self, put_ids: Iterable[bytes], freed_at: float) -> None:
-        """Record the time at which puts were freed. All receipts of these puts were issued earlier."""
+        """Record the time at which puts were freed. All receipts for these puts were issued before that time."""
         for put_id in put_ids:
             self._revoked.pop(put_id, None)
             self._revoked[put_id] = freed_at
@@ -142,18 +142,18 @@ class ReceiptBook:
         Args:
             receipt: untrusted bytes sent by the client.
             put_id: id of the put for which the receipt must have been issued.
-            partition_id: partition that the put must belong to.
+            partition_id: partition to which the put must belong.
 
         Raises:
             InvalidArgumentError: the seal is invalid, or the receipt was issued for another put or another partition.
-            PutNotFoundError: the receipt was issued before a restart of this controller or the storage service, has
-                expired, was revoked, or is empty because the put was already committed.
+            PutNotFoundError: the receipt predates a restart of this controller or the storage service, has expired, was
+                revoked, or is empty because the put is already committed.
         """
         seal, content = receipt[:_SEAL_BYTES], receipt[_SEAL_BYTES:]
         if not receipt:
             raise PutNotFoundError(
-                f"put {put_id.hex()} was sent without a receipt: it was committed before, or placement.receipt was not "
-                "copied from the response to Put. Put the data again under another put_id",
+                f"put {put_id.hex()} was sent without a receipt. The put was already committed, or placement.receipt "
+                "was not copied from the response to Put. Put the data again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         try:

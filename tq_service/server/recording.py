@@ -1,4 +1,4 @@
-"""Records a controller's batches, including the bytes from the storage service in this process."""
+"""Records a controller's batches, with their bytes from the storage service in this process."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _log = logging.getLogger(__name__)
 
 
 class StepRecording:
-    """Passes each batch to the recorder immediately after the batch has been planned.
+    """Passes each batch to the recorder as soon as it has been planned.
 
     Args:
         recorder: open recorder, which writes the batches.
         catalog: the controller's partitions.
         engine: engine that stores the samples' bytes. Batches with samples in other storage services are counted as
             skipped.
-        after_durable: function that calls its argument once the plan is durable, because a plan that a crash could lose
-            must not be recorded.
+        after_durable: function that takes a callback, and calls it once the plan is durable. A plan that could be lost
+            in a crash must not be recorded.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StepRecording:
         return self._recorder.status()
 
     def _take(self, partition: Partition, task_name: str, batch: Claim) -> None:
-        """Pass a batch to the recorder. An error stops the recording but not the call that planned the batch."""
+        """Pass a batch to the recorder. An error stops the recording, but the call that planned the batch continues."""
         if not self._recorder.is_recording:
             return
         began_at = time.thread_time()

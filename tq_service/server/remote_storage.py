@@ -1,7 +1,7 @@
 """The controller's view of a storage service in another process.
 
-The controller reports committed and freed puts to the service in batches and in order. Each batch is resent until the
-service responds.
+The controller reports committed and freed puts to the service in order, combined into batches. Each batch is resent
+until the service responds.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ UNBOUNDED_BYTES: Final = 1 << 62
 class RemoteStorage:
     """A storage service process that the controller reaches over gRPC.
 
-    The controller first sends the list of known puts in several messages. Other puts may be confirmed or freed while
-    the list is being sent.
+    The controller first sends the service the list of known puts, split into several messages. Other puts may be
+    confirmed or freed while the list is being sent.
 
     Args:
-        request: first heartbeat of the process.
-        known: function that returns which of the service's puts the controller knows.
-        silence_seconds: time without a heartbeat after which no further puts are placed in the service.
+        request: the first heartbeat that the process sent.
+        known: function that returns the service's puts that are known to the controller.
+        silence_seconds: how long after the last heartbeat puts may still be placed in the service.
         credentials: credentials of this controller.
         controller_id: id under which this controller owns puts.
         epoch: this controller's epoch if it leads a cluster.
         supervisor: runs the background tasks, or None to create a supervisor.
-        replaces: previously registered process of this service, or None if there was none.
+        replaces: the service's previously registered process, or None if there was none.
 
     Attributes:
         run_id: id of the storage service process.
         earlier_run_ids: ids of earlier processes registered under the service's name.
         heard: status reported in the last heartbeat.
-        turns: virtual start time and size (in bytes) of the last put placed here, by size class. See
+        turns: for each size class, the virtual start time and the size in bytes of the last put placed here. See
             `StorageRegistry.place`.
     """
 
@@ -158,7 +158,7 @@ class RemoteStorage:
         return self.heard.max_bytes
 
     def free_bytes(self) -> int:
-        """Return the number of free bytes. Bytes that placed puts are expected to use do not count as free."""
+        """Return the number of free bytes. Bytes expected from placed puts do not count as free."""
         limit = UNBOUNDED_BYTES if self.heard.max_bytes is None else self.heard.max_bytes
         return limit - self.heard.used_bytes - self._placed_bytes
 
@@ -188,7 +188,7 @@ class RemoteStorage:
             self._deliver()
 
     async def take_over(self, instance: tuple[str, bytes], search_id: bytes) -> int:
-        """Ask the service to adopt the puts of a lost instance, and return the number of adopted puts.
+        """Ask the service to adopt the puts of a lost instance, and return the number of puts adopted.
 
         Args:
             instance: name and instance id of the lost instance.
@@ -196,7 +196,7 @@ class RemoteStorage:
 
         Raises:
             NotFoundError: the service's mirror contains no data of the instance.
-            TqError: the service could not adopt the puts, although a later attempt may succeed.
+            TqError: the service could not adopt the puts, but a later attempt might succeed.
         """
         storage_id, boot_id = instance
         request = storage_control_pb2.AdoptRequest(
@@ -253,7 +253,7 @@ class RemoteStorage:
             await asyncio.sleep(_RECONCILE_SECONDS)
 
     async def _repeat(self, outage: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a call until it succeeds, because the service may recover after a failure, and return the response.
+        """Repeat a call until it succeeds, because a failed service may recover. Return the response.
 
         Raises:
             DataLossError: a different instance of the service responded.
@@ -265,7 +265,7 @@ class RemoteStorage:
                     answer = await call()
             except (grpc.aio.AioRpcError, TqError) as error:
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DATA_LOSS:
-                    raise DataLossError(f"storage service {self.storage_id!r} has changed its instance id") from error
+                    raise DataLossError(f"storage service {self.storage_id!r} has a new instance id") from error
                 self._outage.lasts(outage, error)
                 self._peer.follow_files()
                 await asyncio.sleep(delay)
@@ -337,8 +337,8 @@ class RemoteStorage:
 def _closing_is_an_error() -> Iterator[None]:
     """Raise UnavailableError if a call fails because its channel is closed.
 
-    For a closed channel, gRPC raises CancelledError, which would end tasks that were not cancelled, such as the one
-    that frees cells.
+    If a channel is closed, gRPC raises CancelledError. This error would end tasks that were not cancelled, such as the
+    task that frees cells.
     """
     try:
         yield
@@ -370,7 +370,7 @@ def report_reconciled(
         put_ids = ",".join(put_id.hex() for put_id in missing_put_ids[:_MOST_NAMED])
         _log.error(
             LogMessage(
-                "a storage service lost puts that samples need",
+                "a storage service lost puts that samples still refer to",
                 storage=storage_id,
                 count=missing_count,
                 put_ids=put_ids,

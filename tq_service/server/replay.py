@@ -177,7 +177,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         return part
 
     def _meta(self, step: RecordedStep) -> metadata_pb2.BatchMeta:
-        """Return the metadata of a step's samples, in which this service is the location of the bytes."""
+        """Return the metadata of a step's samples, with all storage locations set to this service."""
         meta = self._metas.get(step.number)
         if meta is None:
             meta = self._metas[step.number] = metadata_pb2.BatchMeta.FromString(step.meta)
@@ -272,7 +272,7 @@ async def replaying(recording: Recording, steps: Sequence[RecordedStep], setting
     Args:
         recording: open recording that contains the steps and their puts.
         steps: see `ReplayServicer`.
-        settings: settings for the listening address, TLS and access control.
+        settings: listening address, TLS and access control of the server.
 
     Yields:
         The port number.

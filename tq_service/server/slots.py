@@ -1,4 +1,4 @@
-"""Slots, which are samples leased to rollout workers before generation, within a partition's capacity."""
+"""Slots within a partition's capacity. A slot is a sample leased to a rollout worker before generation."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def _check_holding(catalog: Catalog, request: pb.AcquireRequest) -> ClaimAcked |
     """Reject a worker whose lease on its previous samples has expired.
 
     Returns:
-        A validated change that acknowledges the samples and cannot fail in this step, or None if the request does not
-        acknowledge samples.
+        A validated change that acknowledges the samples, or None if the request does not acknowledge any. The change
+        cannot fail if it is applied in this step.
 
     Raises:
         LeaseExpiredError: the lease on the samples has expired.
@@ -126,8 +126,8 @@ def _check_holding(catalog: Catalog, request: pb.AcquireRequest) -> ClaimAcked |
     if claim is None or not indexes.size:
         missing = "claim" if claim is None else "global_indexes"
         raise InvalidArgumentError(
-            f"holding is missing {missing}. Pass both the leased samples and the claim they are leased under, or "
-            f"unset holding and ack.",
+            f"holding is missing {missing}. Pass the leased samples together with their claim, or unset both holding "
+            f"and ack.",
             field=f"holding.{missing}",
         )
     partition = catalog.get(holding.partition_id, holding.incarnation)

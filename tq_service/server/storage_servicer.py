@@ -96,7 +96,8 @@ class EngineDriver:
 
         Args:
             engine: this process's engine.
-            mirroring: provides the engines of instances adopted from lost storage services, or None without a mirror.
+            mirroring: provider of the engines for instances adopted from lost storage services, or None if there is no
+                mirror.
             keys: receipt keys for controllers in other processes, or None if the controller runs in this process.
         """
         self._engine = engine
@@ -114,7 +115,7 @@ class EngineDriver:
         store: BlobStore | None = None,
         waiting: contextlib.AbstractContextManager[None] | None = None,
     ) -> AsyncIterator[PendingPut | None]:
-        """Reserve capacity for a put whose bytes are written inside the `async with` block, then complete the put.
+        """Reserve capacity for a put, let the `async with` block write the bytes, and then complete the put.
 
         If the block raises an error, the put is removed.
 
@@ -123,11 +124,11 @@ class EngineDriver:
 
         Args:
             header: header of the put.
-            columns: columns described in the header.
-            until: time at which to stop waiting, on the engine's clock, or None to wait indefinitely.
+            columns: the put's columns, as described in the header.
+            until: time on the engine's clock at which to stop waiting, or None to wait indefinitely.
             for_existing_rows: whether the put may use the capacity reserved for rows of existing samples.
             store: blob store for the put's bytes. See `StorageEngine.reserve`.
-            waiting: context manager to enter while the put waits for capacity.
+            waiting: context manager that is active while the put waits for capacity.
         """
         with waiting or contextlib.nullcontext():
             pending = await self._engine.reserve(
@@ -172,7 +173,7 @@ class EngineDriver:
     async def open(self, request: pb.GetRequest) -> Reading:
         """Open the requested cells for reading. The cells do not change until the reading is closed.
 
-        Use the returned reading as a context manager, which closes it at the end of the block.
+        Use the returned reading as a context manager, so that it is closed at the end of the block.
         """
         engine = self.engine_of(request.boot_id)
         await engine.check(request.put_ids)
@@ -183,7 +184,7 @@ class EngineDriver:
         """Return the engine for an instance id: either this service's own engine or the engine of an adopted instance.
 
         Raises:
-            DataLossError: the instance is unknown to this storage service.
+            DataLossError: this storage service does not know the instance.
             UnavailableError: the instance is unknown, and this process has not yet registered since it was restarted.
             InvalidArgumentError: `boot_id` is not a valid instance id.
         """
@@ -195,7 +196,7 @@ class EngineDriver:
             if self._keys is not None and not self._keys.is_registered:
                 raise UnavailableError(
                     f"storage service {self._engine.storage_id!r} has restarted and is not yet registered with "
-                    "a controller, so it cannot tell whether another service took over these cells. Retry later."
+                    "a controller, so it cannot tell whether another service has taken over these cells. Retry later."
                 )
             raise DataLossError(
                 f"storage service {self._engine.storage_id!r} has restarted since these cells were put, so they are "
@@ -213,7 +214,7 @@ class StorageServicer:
         endpoint: endpoint at which clients reach the engine.
         commits: handler that commits puts to the controller in this process, or None if the controller runs in another
             process.
-        keys: receipt keys for controllers in other processes, not needed if the controller runs in this process.
+        keys: receipt keys, which are needed only if the controller runs in another process.
         controller_id: id of the controller in this process.
         shared_memory: server that shares memory with clients on this host, or None if shared memory is off.
         bulk: server that transfers the bytes of large puts and gets, or None if the bulk port is off.
@@ -221,9 +222,9 @@ class StorageServicer:
         stall_seconds: time after which a stream is ended if the client transfers no bytes.
         min_stream_rate_bytes: minimum combined transfer rate of all streams, in bytes per second, while puts wait for
             capacity.
-        waiting: counter of calls that wait for capacity.
+        waiting: counter of calls waiting for capacity.
         max_puts: maximum number of stored puts.
-        max_uncommitted_puts: maximum number of stored puts that wait for a separate Commit call.
+        max_uncommitted_puts: maximum number of stored puts waiting for a separate Commit call.
         mirroring: manager that adopts the puts of lost storage services, or None without a mirror.
     """
 
@@ -403,7 +404,8 @@ class StorageServicer:
         if header.size_bytes != sum(column.value_bytes for column in columns):
             raise InvalidArgumentError(
                 f"size_bytes is {header.size_bytes}, but the columns contain "
-                f"{sum(column.value_bytes for column in columns)} bytes. Set size_bytes to the total of all columns",
+                f"{sum(column.value_bytes for column in columns)} bytes. Set size_bytes to the total size of all "
+                "columns",
                 field="size_bytes",
             )
         self._check_controller(header)
@@ -474,7 +476,7 @@ class StorageServicer:
         header.controller_id = self._controller_id
 
     def _check_put_counts(self, header: pb.PutHeader) -> None:
-        """Reject a new put if the maximum number of puts has been reached. Retries of stored puts are accepted."""
+        """Reject a new put if the maximum number of puts has been reached. Accept retries of stored puts."""
         stat = self._engine.stat()
         counts = [("max_puts", stat.put_count, self._max_puts)]
         if not header.HasField("commit"):
@@ -552,7 +554,8 @@ class StorageServicer:
     def _frame_bytes(self) -> int:
         """Return the size, in bytes, of a get's next frame.
 
-        Frames shrink as more gets run, because each get keeps a frame in memory until the client reads the frame.
+        The more gets are running, the smaller the frames, because each get keeps a frame in memory until the client
+        reads the frame.
         """
         return max(_LEAST_FRAME_BYTES, min(DEFAULT_FRAME_BYTES, _SENT_BYTES // self._get_count))
 
@@ -573,7 +576,7 @@ class StorageServicer:
     def _shared_part(
         self, request: pb.GetRequest, reading: Reading
     ) -> tuple[Session | None, Sequence[SharedMemory], pb.SharedColumns]:
-        """Return the columns that can be read through shared memory, together with the session and the memories.
+        """Return the session, the `SharedMemory` objects and the columns that can be read through shared memory.
 
         The session is None if no column can be read through shared memory.
         """
@@ -613,7 +616,7 @@ class StorageServicer:
             gone = {each.put_id for each in cells}  # puts that an earlier attempt of this call may have freed
             for put_id in filter(may_change, request.committed_put_ids):
                 if not engine.confirm(put_id) and put_id not in gone:
-                    _log.error(LogMessage("a put with cells that samples use is missing", put_id=put_id))
+                    _log.error(LogMessage("a put is missing although samples use its cells", put_id=put_id))
             freed_at = engine.puts.clock()
             engine.free([each for each in cells if may_change(each.put_id)])
             return storage_control_pb2.UpdatePutsResponse(freed_at=freed_at, receipts_valid_from=engine.puts.valid_from)
@@ -667,7 +670,7 @@ class StorageServicer:
         if self._mirroring is None:
             raise PreconditionError(
                 f"storage service {self._engine.storage_id!r} has no mirror from which to take over puts. Start the "
-                "service with the setting mirror"
+                "service with the mirror setting"
             )
         adopted = await self._mirroring.take_over(request.storage_id, request.boot_id, self._engine, request.search_id)
         return storage_control_pb2.AdoptResponse(put_count=adopted.engine.stat().put_count)
@@ -686,7 +689,7 @@ def _check_commit(header: pb.PutHeader) -> None:
             )
     if not header.commit.HasField("write"):
         raise InvalidArgumentError(
-            "the put's commit has no write; set write to describe the samples that the rows belong to", field="write"
+            "the put's commit does not set write; set it to describe the samples that the rows belong to", field="write"
         )
     if header.commit.write.partition_id != header.partition_id:
         raise InvalidArgumentError(
@@ -697,7 +700,7 @@ def _check_commit(header: pb.PutHeader) -> None:
 
 
 def _check_allocates(request: pb.PutInlineRequest) -> None:
-    """Reject an allocating put that contains values, a commit, or object columns."""
+    """Reject a put that sets `allocates` but contains values, a commit, or object columns."""
     header = request.header
     has_objects = any(column.spec.layout == metadata_pb2.LAYOUT_OBJECT for column in header.columns)
     for name, is_wrong in (("values", request.values), ("commit", header.HasField("commit")), ("columns", has_objects)):
@@ -720,7 +723,7 @@ async def _read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:
 async def _read_end(parts: AsyncIterator[Part], way: str) -> None:
     async for part in parts:
         raise InvalidArgumentError(
-            f"the bytes of this put are sent over {way}; expected the end of the stream but got {_name(part)}",
+            f"got {_name(part)}; expected the end of the stream, because the bytes of this put are sent over {way}",
             field="frame",
         )
 
@@ -775,7 +778,7 @@ def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicke
 
 
 async def _encoded(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None) -> bytes:
-    """Encode the header of a get response. If there are many rows, use a thread."""
+    """Encode the header of a get response. Headers with many rows are encoded in a separate thread."""
     if reading.row_count < MANY_ROWS:
         return encode_part(_get_header(reading, shared, ticket))
     return await asyncio.to_thread(lambda: encode_part(_get_header(reading, shared, ticket)))
@@ -795,8 +798,8 @@ def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
     """
     if len(cells.first_rows) != len(cells.row_counts):
         raise InvalidArgumentError(
-            f"the put's cells list {len(cells.first_rows)} first_rows and {len(cells.row_counts)} row_counts. Send "
-            f"one of each per run of rows, or neither to select all rows",
+            f"the put's cells contain {len(cells.first_rows)} first_rows and {len(cells.row_counts)} row_counts; "
+            f"expected equally many. Send one of each per run of rows, or neither to select all rows",
             field="cells",
         )
     rows = None

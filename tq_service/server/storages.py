@@ -57,7 +57,7 @@ class EmbeddedStorage:
         driver: driver that writes puts to the engine and reads their bytes.
 
     Attributes:
-        turns: virtual start time and size (in bytes) of the last put placed here, by size class. See
+        turns: for each size class, the virtual start time and the size in bytes of the last put placed here. See
             `StorageRegistry.place`.
     """
 
@@ -99,7 +99,7 @@ class EmbeddedStorage:
         )
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return what a receipt for the put would contain, as read from the put itself.
+        """Return the contents that a receipt for the put would have. They are read from the put itself.
 
         Raises:
             InvalidArgumentError: the receipt is not empty, although this storage service does not issue receipts.
@@ -107,15 +107,15 @@ class EmbeddedStorage:
         """
         if receipt:
             raise InvalidArgumentError(
-                f"the receipt of put {put_id.hex()} was not issued by this storage service, which issues no receipts; "
-                "send the receipt unchanged, as returned by Put",
+                f"got a receipt for put {put_id.hex()}, but this storage service issues no receipts; send the receipt "
+                "exactly as Put returned it",
                 field="receipt",
             )
         put = self.engine.complete_put(put_id, partition_id)
         return PutReceipt(for_existing_rows=put.for_existing_rows, columns_digest=columns_digest(put.shapes()))
 
     async def close(self) -> None:
-        """Do nothing, because the engine's owner closes it."""
+        """Do nothing, because the engine is closed by its owner."""
 
 
 Storage: TypeAlias = EmbeddedStorage | RemoteStorage
@@ -129,7 +129,7 @@ class StorageRegistry:
         embedded: storage service in this process, or None.
         heartbeat_seconds: interval at which storage services in other processes send heartbeats.
         credentials: credentials of this controller.
-        snapshot_cells: function that returns the cells currently used by samples, by partition.
+        snapshot_cells: function that returns, for each partition, the cells that samples currently use.
         controller_id: id under which this controller owns puts, unchanged by restarts, or None for a random id.
         epoch: function that returns this controller's epoch in its cluster, or 0 without a cluster.
         after_durable: function that calls its argument once all changes made so far are durable.
@@ -184,7 +184,7 @@ class StorageRegistry:
         return [storage.status() for storage in sorted(storages, key=lambda each: each.storage_id)]
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of available, silent and lost storage services.
+        """Return how many storage services are available, silent and lost.
 
         A service is silent if it has stopped sending heartbeats. A service counts as lost until another service has
         adopted its puts. A service may be both silent and lost.
@@ -208,7 +208,7 @@ class StorageRegistry:
         return None if storage is None else storage.endpoint
 
     def _is_awaited(self, storage_id: str, boot_id: bytes) -> bool:
-        """Return whether an instance may register later because it is lost or has not yet registered."""
+        """Return whether an instance is still expected to register, because it is lost or has not registered yet."""
         instance = storage_id, boot_id
         return instance in self.adoptions.lost or instance in self.adoptions.expected
 
@@ -240,9 +240,9 @@ class StorageRegistry:
     def on_heartbeat(self, request: RegisterStorageRequest) -> RegisterStorageResponse:
         """Record a heartbeat and register the storage service that sent it.
 
-        If the service has restarted, the new process replaces the old one. The response lists the overdue puts that are
-        unknown to this controller. Such puts can never be committed, because their receipts are void. Overdue puts of
-        other controllers are ignored.
+        If the service has restarted, its new registration replaces the old one. The response lists the overdue puts
+        that are unknown to this controller. Such puts can never be committed, because their receipts are void. Overdue
+        puts of other controllers are ignored.
 
         Raises:
             AlreadyExistsError: the name is in use by the embedded storage or by a live service that registered later.
@@ -279,7 +279,7 @@ class StorageRegistry:
         )
 
     def _register_successor(self, request: RegisterStorageRequest) -> RemoteStorage:
-        """Register a storage service for an instance whose puts it has adopted."""
+        """Register a storage service as the successor to an instance whose puts the service has adopted."""
         instance = request.storage.storage_id, request.storage.boot_id
         replaced = self._find(*instance)
         if replaced is not None and not replaced.is_silent and instance not in self.adoptions.lost:
@@ -322,7 +322,7 @@ class StorageRegistry:
             and request.run_id in replaced.earlier_run_ids
         ):
             raise AlreadyExistsError(
-                f"the storage service at {replaced.endpoint.address} is also named {endpoint.storage_id!r} and "
+                f"the storage service at {replaced.endpoint.address} has the same name, {endpoint.storage_id!r}, and "
                 f"registered after this one at {endpoint.address}. Set a different storage_id for each service",
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
@@ -367,7 +367,7 @@ class StorageRegistry:
     def expire(self) -> Iterator[int]:
         """Drop overdue puts in the embedded storage unless they are being committed.
 
-        Storage services in other processes ask the controller about their overdue puts in their heartbeats.
+        Storage services in other processes use their heartbeats to ask the controller about overdue puts.
 
         Yields:
             The number of puts dropped in each slice.
@@ -380,18 +380,18 @@ class StorageRegistry:
             yield engine.on_answer(asked, unknown)
 
     def place(self, size_bytes: int, put_id: bytes = b"") -> PlacePutResponse:
-        """Choose a storage service for a put, and grant the client the use of storage services for its next puts.
+        """Choose a storage service for a put, and grant the client access to storage services for its next puts.
 
         Puts of similar size are distributed by start-time fair queueing (Goyal, Vin and Cheng 1996). Each storage
         service receives a share proportional to its free bytes, regardless of the age of its last heartbeat. There is a
         separate queue for each power of two of the put size. A service that has received a large put therefore still
-        receives its share of small puts. If all services are full, the put waits at the service with the most free
-        bytes.
+        receives its share of small puts. If no service has enough free space for the put, the put waits at the service
+        with the most free bytes.
 
         Args:
             size_bytes: size of the put, in bytes.
-            put_id: id of the put, or b"" for a new put. If the put was placed before, that attempt has failed, so
-                another service is chosen.
+            put_id: id of the put, or b"" for a new put. If the put has been placed before, another service is chosen,
+                because the earlier attempt failed.
 
         Raises:
             UnavailableError: no storage service is available.
@@ -405,8 +405,8 @@ class StorageRegistry:
         if not fitting:
             largest = max(each.max_bytes or 0 for each in known)
             raise QuotaExceededError(
-                f"a put of {size_bytes} bytes exceeds the largest quota of any storage service, {largest} bytes. "
-                f"Split the put, or raise max_bytes",
+                f"the put has {size_bytes} bytes; expected at most {largest}, the largest quota of any storage "
+                f"service. Split the put, or raise max_bytes",
                 metadata={"limit_name": "max_bytes", "got": str(size_bytes), "limit": str(largest)},
             )
         least_bytes = max(size_bytes, 1)
@@ -438,8 +438,8 @@ class StorageRegistry:
         """Return the storage service whose turn is next, and record the turn.
 
         A service's turn is the virtual end time of its last put in this size class. The end time is the put's start
-        time plus the put's size divided by the service's spare bytes. A turn is never earlier than the last recorded
-        turn, so a service that was full or silent does not catch up.
+        time plus the ratio of the put's size to the service's spare bytes. A turn is never earlier than the last
+        recorded turn, so a service that was full or silent does not receive extra puts to catch up.
         """
         size_class = size_bytes.bit_length()
         now = self._turns.get(size_class, 0.0)
@@ -454,7 +454,7 @@ class StorageRegistry:
         return first
 
     def _granted(self, first: Storage, spare: Mapping[Storage, int]) -> list[Storage]:
-        """Return the services to grant for later small puts, each repeated in proportion to its spare bytes.
+        """Return the services for a client's later small puts, each repeated in proportion to its spare bytes.
 
         The embedded storage is never combined with other services, because clients access it differently.
         """
@@ -473,8 +473,9 @@ class StorageRegistry:
     def require(self, put: Put) -> Storage:
         """Return the storage service that holds an uncommitted put.
 
-        Uncommitted puts of a lost service are rejected, because the service may still be alive and accepting puts that
-        its successor did not find in the mirror. Puts committed before the loss was detected have copies in the mirror.
+        Uncommitted puts of a lost service are rejected, because the service may still be alive. It may then be
+        accepting puts that its successor did not find in the mirror. Puts committed before the loss was detected have
+        copies in the mirror.
 
         Raises:
             UnavailableError: the storage service has not registered.

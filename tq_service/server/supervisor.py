@@ -22,7 +22,7 @@ class Supervisor:
     running -> `fatal` -> callbacks registered with `on_fatal`, in order -> the owner stops the service
 
     Attributes:
-        failure: error that reports why the service failed, or None if the service has not failed.
+        failure: error that describes why the service failed, or None if the service has not failed.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Supervisor:
         Args:
             name: description of the task in log messages.
             work: coroutine to run as the task.
-            may_end: whether the task may end before `stop` is called. If false, ending earlier is a fatal failure.
+            may_end: whether the task may end before `stop` is called. If False, an early end is a fatal failure.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)

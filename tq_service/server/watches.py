@@ -5,8 +5,8 @@ otherwise, it is sent in the next round. The interval between rounds grows with 
 that fits in a single message is built once and shared by all calls with the same selection and revision. A round with a
 hundred calls therefore costs little more than writing a hundred messages. Changes between rounds cost nothing.
 
-A watch call stores only a revision number and the message being written. If the client does not read, the call is ended
-after `stall_seconds`. A watch call never delays other calls.
+Each watch call holds only a revision number and the message that it is writing. If a client stops reading, its call is
+ended after `stall_seconds`. A watch call never delays other calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _List: TypeAlias = Literal["cleared_samples", "samples"]
 
 @dataclass(slots=True, eq=False)
 class _Watcher:
-    """A watch call. All changes up to `revision` have been, or are being, sent to the call's client."""
+    """A watch call. All changes up to `revision` have been sent or are being sent to the call's client."""
 
     selection: Watched
     revision: int
@@ -56,17 +56,18 @@ class _Watcher:
 
 
 class Watches:
-    """The watch calls for the partitions of a catalog. Use this class only on the catalog's event loop.
+    """The watch calls that follow a catalog's partitions. Use this class only on the catalog's event loop.
 
     Args:
         catalog: the controller's partitions.
-        most: maximum number of watch calls.
-        stall_seconds: maximum time for a client to read an update.
+        most: maximum number of concurrent watch calls.
+        stall_seconds: maximum time that a client may take to read an update.
 
     Attributes:
         calls: counter of watch calls.
-        end_connection: function called with the peer of a client that does not read updates while the server drains.
-            gRPC sends the status of a call only after all messages, so such a call would otherwise delay shutdown.
+        end_connection: function that ends the connection to a given peer. It is called for each client that does not
+            read updates while the server drains. gRPC sends a call's status only after all messages, so such a client
+            would otherwise delay shutdown.
     """
 
     def __init__(self, catalog: Catalog, *, most: int, stall_seconds: float) -> None:
@@ -86,7 +87,7 @@ class Watches:
         self.end_connection: Callable[[str], Awaitable[None]] | None = None
 
     async def serve(self, request: pb.WatchRequest, context: Context) -> None:
-        """Serve a watch call until it reaches `_LONGEST_SECONDS`, the client disconnects, or the server drains.
+        """Serve a watch call for at most `_LONGEST_SECONDS`, or until the client disconnects or the server drains.
 
         Raises:
             CompactedError: some of the changes since the client's revision are no longer stored.
@@ -128,7 +129,7 @@ class Watches:
                 self._ends.discard(end)
 
     def drain(self) -> None:
-        """End all watch calls. If a client does not read, end the call after a second to avoid delaying shutdown."""
+        """End all watch calls. To avoid delaying shutdown, end a call after a second if its client does not read."""
         self._is_draining = True
         if self._round is not None:
             self._round.cancel()
@@ -150,9 +151,9 @@ class Watches:
             is_due = not await self._until_round(watcher, min(progress_seconds, left_seconds))
 
     async def _send_changes(self, watcher: _Watcher, *, is_due: bool) -> None:
-        """Send the changes since a watcher's revision.
+        """Send a watcher the changes made since its revision.
 
-        If nothing has changed, send only the revision, provided it is due.
+        If nothing has changed, send the revision alone, or nothing if `is_due` is False.
         """
         key = watcher.selection, watcher.revision
         shared = self._shared.get(key)
@@ -199,7 +200,7 @@ class Watches:
             self._on_change()
 
     async def _until_round(self, watcher: _Watcher, seconds: float) -> bool:
-        """Wait for the next round. Only a change starts a round. Return False if no round starts within `seconds`."""
+        """Wait for the next round, which only a change can start. Return False if no round starts within `seconds`."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(waiting)
         if self._history.number > watcher.revision:
@@ -213,7 +214,7 @@ class Watches:
     # Updates
 
     def _messages(self, changes: Sequence[PartitionChanges], number: int) -> Iterator[pb.WatchResponse]:
-        """Yield the messages of an update.
+        """Yield the messages that make up an update.
 
         Each message is built in a single event-loop iteration. The last message contains the revision.
         """
@@ -229,7 +230,10 @@ class Watches:
         yield message
 
     def _parts(self, changed: PartitionChanges) -> Iterator[tuple[pb.PartitionChange, int]]:
-        """Yield a partition's changes in parts, each with its size in rows. Stop if the partition is cleared."""
+        """Split a partition's changes into parts, and yield each part with its number of rows.
+
+        Stop early if the partition is cleared.
+        """
         partition = changed.partition
         part, size = _part_of(changed), _PARTITION_ROWS
         if partition is None:
@@ -251,7 +255,7 @@ class Watches:
         yield part, size
 
     def _written(self, changed: PartitionChanges, partition: Partition) -> Iterator[tuple[_List, BatchMeta, int]]:
-        """Yield the metadata of written rows that still exist, in parts of a limited size."""
+        """Yield the metadata of written rows that still exist, split into parts of limited size."""
         for left in changed.written():
             rows = left
             while rows.size and self._history.is_there(partition):
@@ -267,7 +271,7 @@ def _part_of(changed: PartitionChanges) -> pb.PartitionChange:
 
 
 def _removed(changed: PartitionChanges) -> Iterator[tuple[_List, pb.ClearedSamples, int]]:
-    """Yield the removed rows in parts, each with its row count."""
+    """Split the removed rows into parts, and yield each part with its number of rows."""
     for indexes, keys in changed.removed:
         for start in range(0, len(indexes), ROWS_OF_A_PART):
             some = slice(start, start + ROWS_OF_A_PART)

@@ -49,7 +49,7 @@ class Demand:
     Attributes:
         counts: number of new units of each kind; see `CheckedGroups.count_units`.
         value_bytes: total size of the new samples' cells, in bytes.
-        held_counts: number of new units of each kind that are held, which means still being generated.
+        held_counts: number of new held units of each kind, that is, units that are still being generated.
         groups: names of new groups. New samples of existing groups need no capacity.
         rollouts: names of new rollouts. New samples of existing rollouts need no capacity.
     """
@@ -90,15 +90,15 @@ class Bound(Protocol):
 
     Attributes:
         limit: maximum amount.
-        task_name: name of the task that must consume samples before a waiting write fits, or "" if the bound does not
-            depend on a task.
+        task_name: name of the task that must consume samples to make room for a waiting write, or "" if the bound does
+            not depend on a task.
     """
 
     limit: int
     task_name: str
 
     def share(self, demand: Demand) -> int:
-        """Return the amount that a write adds."""
+        """Return how much a write with this demand adds to the amount in use."""
         ...
 
     def used(self) -> int:
@@ -106,7 +106,7 @@ class Bound(Protocol):
         ...
 
     def waits_for(self, got: int) -> str:
-        """Return why a write that would raise the total to `got` must wait."""
+        """Return an explanation of why a write that would raise the total to `got` must wait."""
         ...
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
@@ -136,7 +136,7 @@ class ByteBound:
         return self._partition.cells.used_bytes
 
     def waits_for(self, got: int) -> str:
-        """Return why a write must wait until bytes are freed."""
+        """Explain why a write must wait until bytes are freed."""
         text = f"partition {self._partition.partition_id!r} would have {got} bytes, but its max_bytes is {self.limit}"
         release = self._partition.settings.release
         return text if release is None else f"{text}, and samples are released once {shown(release)}"
@@ -176,7 +176,7 @@ class AdmissionBound:
         return min(outstanding, self._partition.in_use_count(task, self._admission.unit))
 
     def waits_for(self, got: int) -> str:
-        """Return why a write must wait for the task."""
+        """Return an explanation of why a write must wait for the task."""
         admission, task = self._admission, self._partition.tasks[self.task_name]
         delivered = sum(task.delivered_units) + task.done_units
         parts = f", {delivered} of them delivered but not yet {admission.given_back}" if delivered else ""
@@ -197,7 +197,7 @@ class AdmissionBound:
 
 
 class RatioBound:
-    """A bound on the number of samples that may be inserted before more are delivered to the task. See `Bound`."""
+    """A bound on the number of samples that can be inserted before the task receives more samples. See `Bound`."""
 
     def __init__(self, ratio: InsertRatio) -> None:
         self._ratio = ratio
@@ -209,11 +209,11 @@ class RatioBound:
         return demand.sample_count
 
     def used(self) -> int:
-        """Return the difference between the limit and the number of samples that may still be inserted now."""
+        """Return the used part of the limit, calculated from the number of samples that can still be inserted."""
         return self.limit - self._ratio.inserts_left()
 
     def waits_for(self, got: int) -> str:
-        """Return why a write must wait for deliveries."""
+        """Return an explanation of why a write must wait for deliveries."""
         return self._ratio.waits_for
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
@@ -225,7 +225,7 @@ class RatioBound:
 
 
 class RunningBound:
-    """A bound on the number of held units, which are still being generated. See `Bound`."""
+    """A bound on the number of held units, that is, units still being generated. See `Bound`."""
 
     task_name = ""
 
@@ -243,7 +243,7 @@ class RunningBound:
         return self._partition.held_count(self._unit)
 
     def waits_for(self, got: int) -> str:
-        """Return why a write must wait for rollouts in progress."""
+        """Return the reason why a write must wait for rollouts in progress."""
         return (
             f"partition {self._partition.partition_id!r} would have {got} held {self._unit}s, which are still being "
             f"generated; its admission sets most_running to {self.limit}"
@@ -291,10 +291,12 @@ def bounds_of(partition: Partition) -> list[Bound]:
 
 
 def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Demand | None:
-    """Return the demand of a write's new samples, or None if the write stores no new samples or begins no units.
+    """Return the capacity that a write's new samples need, or None if the write needs no capacity.
+
+    A write needs no capacity if it stores no new samples or begins no units.
 
     Raises:
-        TqError: the partition rejects the write regardless of capacity.
+        TqError: the partition would reject the write even if it had enough capacity.
     """
     checked = check_write(partition, write)
     if checked.new_count == 0 or write.state is SampleState.FAILED:
@@ -319,7 +321,7 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
 
 
 def demand_of_slots(partition: Partition, prompt_count: int, slot_count: int) -> Demand:
-    """Return the demand for `slot_count` slots for each of `prompt_count` new prompts.
+    """Return the demand of `prompt_count` new prompts with `slot_count` slots each.
 
     Raises:
         PartitionSealedError: the partition does not accept new samples.
@@ -340,10 +342,10 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
             raises an error if the partition would reject the write.
         names_keys: whether the write specifies keys. Other writes may add samples with the same keys during the wait.
         demand: last known demand of the write, or None if the write needs no capacity.
-        seen: state of the partition when `demand` was determined. More keys and groups may have been added since then.
+        seen: state of the partition when `demand` was determined. Other writes may have added keys and groups since
+            then.
         since: time at which the write arrived or its last turn ended; see `AdmissionTurn`.
-        admitted: future that completes when the write receives capacity, and fails if the write can never receive
-            capacity.
+        admitted: future that completes when the write receives capacity, or fails if the write can never receive any.
     """
 
     queue: AdmissionQueue
@@ -360,7 +362,7 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
 
     @property
     def has_capacity(self) -> bool:
-        """Whether capacity is still reserved for this write and not for a retry of the call."""
+        """Whether the reserved capacity still belongs to this write and not to a retry of the call."""
         return self.queue.has_admitted(self)
 
 
@@ -371,8 +373,8 @@ class AdmissionQueue:
     example by completing the batch that a trainer is waiting for. `AdmissionTurn` ensures that large puts are not
     delayed forever. New members of existing groups need no capacity, because their groups have already been admitted.
 
-    Only the first waiting writes are examined, and only after a change. A retry replaces the original call, whether
-    that call is queued or already admitted. The queue must be used from the partition's event loop.
+    Only the first waiting writes are examined, and only after a change. A retry replaces the original call, whether the
+    original call is queued or already admitted. The queue must be used from the partition's event loop.
     """
 
     def __init__(
@@ -385,10 +387,10 @@ class AdmissionQueue:
 
         Args:
             partition: partition that receives the writes.
-            deadlock: function that returns why a task cannot consume samples, or "" if the task can. The first argument
-                is the name of the task, or "" for any task. The second argument is a claim that is already waiting, or
-                None.
-            clock: function that returns the time for deadlines and turns, in seconds.
+            deadlock: function that returns the reason why a task cannot consume samples, or "" if there is none. The
+                first argument is the name of the task, or "" for any task. The second argument is a claim that is
+                already waiting, or None.
+            clock: function that returns the time in seconds, used for deadlines and turns.
         """
         self._partition = partition
         self._deadlock = deadlock
@@ -408,12 +410,18 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def first_waits_for(self, asking: ClaimRequest | None = None) -> str:
-        """Return why the first write in the queue waits, given a waiting claim, or "" if the queue is empty."""
+        """Return an explanation of why the first write in the queue is waiting, or "" if the queue is empty.
+
+        The reason takes `asking`, a claim that is also waiting, into account.
+        """
         first = next(iter(self._waiting.values()), None)
         return "" if first is None or first.demand is None else self.waits_for(first.demand, asking)
 
     def waits_for(self, demand: Demand, asking: ClaimRequest | None = None) -> str:
-        """Return why a demand exceeds the free capacity, given a waiting claim, or "" if the demand fits."""
+        """Return an explanation of why a demand exceeds the free capacity, or "" if the demand fits.
+
+        The reason takes `asking`, a claim that is also waiting, into account.
+        """
         refusing = self._refusing(demand)
         return "" if refusing is None else refusing[0].waits_for(refusing[1]) + self._note(refusing[0], asking)
 
@@ -430,11 +438,12 @@ class AdmissionQueue:
 
         Raises:
             QuotaExceededError, AdmissionLimitError: the write alone exceeds a bound, or no capacity became available
-                before the deadline. The error is raised immediately in the first case and has `retry_after_seconds` in
-                the second.
-            PartitionClearedError, UnavailableError: the partition was cleared or the service shut down during the wait.
+                before the deadline. In the first case, the error is raised immediately; in the second case, it has
+                `retry_after_seconds`.
+            PartitionClearedError: the partition was cleared during the wait.
+            UnavailableError: the service shut down during the wait.
             CallCancelledError: a retry replaced this call.
-            TqError: the partition rejects the write regardless of capacity.
+            TqError: the partition would reject the write even if it had enough capacity.
         """
         look = partial(demand_of, self._partition, write, value_bytes)
         return await self.enter_with(request_id, look, deadline, names_keys=write.keys is not None)
@@ -447,7 +456,7 @@ class AdmissionQueue:
         *,
         names_keys: bool = False,
     ) -> WaitingWrite:
-        """Wait until capacity for the demand that `look` returns is available. See `enter` and `WaitingWrite`."""
+        """Wait until there is enough capacity for the demand that `look` returns. See `enter` and `WaitingWrite`."""
         entering = self._join(request_id, look, names_keys=names_keys)
         try:
             timeout = None if deadline is None else deadline - self._clock()
@@ -478,7 +487,7 @@ class AdmissionQueue:
         return entering
 
     def _join(self, request_id: bytes, look: Callable[[], Demand | None], *, names_keys: bool) -> WaitingWrite:
-        """Add a write to the queue unless it needs no capacity or already has capacity."""
+        """Add a write to the queue, unless the write needs no capacity or has already been granted capacity."""
         entering = WaitingWrite(
             queue=self, request_id=request_id, look=look, names_keys=names_keys, since=self._clock()
         )
@@ -505,7 +514,7 @@ class AdmissionQueue:
         return entering
 
     def has_admitted(self, admission: WaitingWrite) -> bool:
-        """Whether capacity is still reserved for a write."""
+        """Return whether capacity is still reserved for a write."""
         return self._admitted.get(admission.request_id) is admission
 
     def leave(self, admission: WaitingWrite) -> None:
@@ -541,7 +550,7 @@ class AdmissionQueue:
         self._set_timer()
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """Fail all current and future waits with the error that `error` returns."""
+        """Fail all current and future waits with errors created by `error`."""
         self._end_error = error
         self._deadlock = lambda task_name, asking: ""  # break the reference cycle between the queue and its owner
         for admission in self._waiting.values():
@@ -563,8 +572,8 @@ class AdmissionQueue:
         """Whether a write can be admitted.
 
         A write can be admitted if it needs no capacity, or if it may pass other writes and fits alongside the admitted
-        writes. The demand is recomputed only if it may have decreased or if the write fits. A small clear therefore
-        does not trigger a look-up of all keys in a large waiting put.
+        writes. The demand is recomputed only if it may have decreased or if the write fits with the demand computed
+        last. Clearing a few samples therefore does not cause all keys of a large waiting put to be looked up.
         """
         if self._may_take_less(waiting):
             self._update_demand(waiting)
@@ -576,7 +585,10 @@ class AdmissionQueue:
         return waiting.demand is None or self._refusing(waiting.demand, admitted) is None
 
     def _may_take_less(self, waiting: WaitingWrite) -> bool:
-        """Whether a write's demand may have changed because its samples or groups now exist or it is now rejected."""
+        """Return whether a write's demand may have changed.
+
+        The demand may change if the write's samples or groups now exist, or if the write is now rejected.
+        """
         if waiting.demand is None or waiting.seen is None or waiting.seen[0] != self._partition.sealed:
             return True
         added = self._partition.table.next_index - waiting.seen[1]
@@ -586,7 +598,7 @@ class AdmissionQueue:
         return added > 0 and waiting.names_keys
 
     def _update_demand(self, admission: WaitingWrite) -> None:
-        """Recompute a write's demand if it may have changed."""
+        """Recompute a write's demand if rows have since been added or removed, or the partition has been sealed."""
         table = self._partition.table
         marks = self._partition.sealed, table.next_index, table.removed_count
         if admission.seen != marks:
@@ -594,7 +606,7 @@ class AdmissionQueue:
             admission.seen = marks
 
     def _refusing(self, demand: Demand, admitted: Demand | None = None) -> tuple[Bound, int] | None:
-        """Return the bound that a write would now exceed and the resulting total, or None if the write fits."""
+        """If a write would now exceed a bound, return this bound and the resulting total; otherwise, return None."""
         if admitted is None:
             admitted = sum_of(each.demand for each in self._admitted.values())
         for bound in self._bounds:
@@ -604,7 +616,7 @@ class AdmissionQueue:
         return None
 
     def _too_late(self, late: WaitingWrite) -> TqError:
-        """Create the error for a write that received no capacity in time or could not pass another write."""
+        """Create the error for a write that received no capacity in time or could not overtake another write."""
         if late.demand is not None and (refusing := self._refusing(late.demand)) is not None:
             return refusing[0].error(refusing[1], may_fit_later=True, note=self._note(refusing[0]))
         holder = self._turn.holder
@@ -617,7 +629,7 @@ class AdmissionQueue:
         )
 
     def _note(self, bound: Bound, asking: ClaimRequest | None = None) -> str:
-        """Return a note on whether earlier puts or a deadlock make writes wait at a bound.
+        """Return a note on whether writes wait for a bound because of earlier puts or because of a deadlock.
 
         Return "" if the reason is unknown.
         """

@@ -38,8 +38,8 @@ class Backlog:
     """A task's backlog as of the last scan.
 
     Attributes:
-        ready_count: number of samples that would be available to a claim like the task's last one, or None without a
-            last claim.
+        ready_count: number of samples that a claim like the task's last one could receive, or None if there is no last
+            claim.
         oldest_version: lowest version among the samples left for the task, or None if none of them has a version.
         newest_version: highest version among all stored samples, or None if no sample has a version.
     """
@@ -71,14 +71,14 @@ class _Known:
 class Backlogs:
     """Caches task backlogs and recomputes them after changes.
 
-    Metrics and the status use the same backlogs, and all tasks of a partition share a scan. Scanning a large partition
-    takes a long time, so `refresh` waits at most 30 ms, or 250 ms if a backlog is unknown. Longer scans continue in the
-    background. After a scan, the scanned backlogs are not recomputed until fifty times the scan's duration has passed.
-    Scans therefore take at most 2 % of the time.
+    Metrics and status responses report the same cached backlogs. A single scan covers all tasks of a partition.
+    Scanning a large partition takes a long time, so `refresh` waits at most 30 ms for the scan, or 250 ms if a backlog
+    is unknown. Longer scans continue in the background. After a scan, the scanned backlogs are not recomputed until
+    fifty times the scan's duration has passed. Scans therefore take at most 2 % of the time.
 
     Args:
         catalog: the controller's partitions.
-        runner: provides the length source that a sampler needs.
+        runner: plan runner that provides the length source of each sampler.
     """
 
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
@@ -95,7 +95,7 @@ class Backlogs:
         return None if known is None else known.backlog
 
     async def refresh(self, wanted: Iterable[tuple[Partition, TaskLedger]]) -> None:
-        """Recompute the given backlogs if they are due. A long scan may continue after this method returns."""
+        """Recompute those of the given backlogs that are due. A long scan may continue after this method returns."""
         slices, loop, wait_seconds = Slices(), asyncio.get_running_loop(), _WAIT_SECONDS
         due = defaultdict[Partition, list[TaskLedger]](list)
         for partition, task in wanted:
@@ -133,7 +133,7 @@ class Backlogs:
                 await slices.turn()
 
     def _is_due(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether a backlog may have changed and enough time has passed since its last scan."""
+        """Return whether a task's backlog may have changed and enough time has passed since its last scan."""
         known, now = self._known.get(task), asyncio.get_running_loop().time()
         return known is None or (known.next_at <= now and known.marks != self._marks(partition, task))
 
@@ -159,7 +159,7 @@ class Backlogs:
 
 
 def tasks_with_versions(partition: Partition) -> list[tuple[Partition, TaskLedger]]:
-    """Return a partition's tasks that have samples left, or an empty list if versions are not numbers."""
+    """Return a partition's tasks that have samples left. The result is empty if versions are not numbers."""
     return [(partition, task) for task in partition.tasks.values() if task.backlog and _versions(partition) is not None]
 
 
@@ -176,7 +176,7 @@ def _version_range(versions: NDArray[Any]) -> tuple[float, float]:
 
 
 class _Look:
-    """Computes the backlog of one task, slice by slice."""
+    """Computes a task's backlog from one slice of rows at a time."""
 
     def __init__(self, partition: Partition, task: TaskLedger, readiness: Readiness | None) -> None:
         self.cost = 1 if readiness is None else max(1, len(readiness.key[1]))

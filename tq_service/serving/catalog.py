@@ -1,7 +1,7 @@
-"""The catalog of all partitions, including their limits, the objects that serve them, and the calls that wait for them.
+"""The catalog of all partitions, with their limits, the objects that serve them, and their waiting calls.
 
-`Limits` are checked when a request arrives but not when a change is replayed. Data accepted under higher limits is
-therefore retained. `LeaseTimer` tracks the lease deadlines of one partition.
+`Limits` are checked when a request arrives but not when a change is replayed. Data that was accepted under higher
+limits is therefore kept. `LeaseTimer` tracks the lease deadlines of one partition.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Limits:
         max_fields: maximum number of fields per partition.
         max_tasks: maximum number of tasks per partition.
         max_meta_columns: maximum number of custom_meta columns per partition.
-        max_sample_meta_bytes: maximum size of custom_meta per sample in one write, in bytes. Strings and JSON are
-            measured in UTF-8.
+        max_sample_meta_bytes: maximum size in bytes of the custom_meta that one write contains for a sample. The size
+            of a string or JSON value is the size of its UTF-8 encoding.
         max_name_length: maximum number of characters in a key or in the name of a group, rollout, field, task or
             custom_meta column.
     """
@@ -117,7 +117,7 @@ class Limits:
         self._check_new("tasks", partition_id, (), settings.tasks)
 
     def check_write(self, partition: Partition, write: SampleWrite) -> None:
-        """Reject a write with too many names or names that are too long. The write's partition may not exist yet."""
+        """Reject a write with too many names or names that are too long. Its partition need not exist yet."""
         self._check_longest("keys", write.keys or ())
         self._check_longest("groups", write.groups or ())
         self._check_longest("rollouts", write.rollouts or ())
@@ -155,7 +155,7 @@ class Limits:
         self._check_new("task_name", partition.partition_id, partition.tasks, (task_name,))
 
     def _check_new(self, what: str, partition_id: str, known: Collection[str], names: Iterable[str]) -> None:
-        """Reject new names if any of them is too long or if the new and known names together exceed the limit."""
+        """Reject new names if any of them is too long, or if the total number of names would exceed the limit."""
         if new := [name for name in names if name not in known]:
             self._check_longest("name" if what == "fields" else what, new)
             limit_name, plural, remedy = _NAMED[what]
@@ -193,12 +193,12 @@ class LeaseTimer:
     """Expires the leases of one partition at their deadlines, on the running event loop.
 
     Deadlines are not persisted, so a recovered or restored lease restarts with its full duration. If a lease ends early
-    or is extended, its old entry remains in the heap. Old entries are dropped either when they are due or all at once
-    when they outnumber the leases.
+    or is extended, its old entry remains in the heap. Old entries are dropped when they are due, or all at once when
+    they outnumber the leases.
     """
 
     def __init__(self, tasks: Mapping[str, TaskLedger], expire: Callable[[str, bytes], object]) -> None:
-        """Create a timer without leases.
+        """Create a timer that has no leases yet.
 
         Args:
             tasks: task ledgers of the partition, by task name.
@@ -211,7 +211,7 @@ class LeaseTimer:
         self._timer: asyncio.Handle | None = None
 
     def start(self, task_name: str, claim: Claim) -> None:
-        """Start a claim's lease, which expires when its full duration has passed."""
+        """Start a claim's lease with its full duration."""
         if claim.lease is None:
             return
         now = asyncio.get_running_loop().time()
@@ -261,7 +261,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The answer to a claim, followed by the answers for the later batches in its range.
+    """The answer to a claim, with the answers for the later batches of its range in `more`.
 
     `partition` is None if the partition does not exist.
     """
@@ -282,7 +282,7 @@ class _Serving:
         self.enders: Enders = set()  # functions that end look-ups and claims that wait for a version
 
     def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
-        """Return why a task cannot consume samples until more are inserted, or "" if the task can.
+        """Return why a task cannot consume samples until more are inserted, or "" if it can already do so.
 
         If `task_name` is empty, check all tasks.
         """
@@ -304,21 +304,21 @@ class _Serving:
 
 
 class Catalog:
-    """A controller's partitions and the claims that wait for them. All methods must run on the controller's event loop.
+    """A controller's partitions and the claims waiting on them. All methods must run on the controller's event loop.
 
     Attributes:
         machine: state machine that applies all changes.
         answers: recorded answers to mutating requests, which allow retries to receive the same answer.
         policies: policies and their published versions, by policy name.
-        versions: calls that wait for a policy version to be published.
+        versions: calls waiting for a policy version to be published.
         history: record of when each part of the state last changed.
-        capacity_waits: claims that wait for capacity in another partition, by request_id. Each entry also contains the
+        capacity_waits: claims waiting for capacity in another partition, by request_id. Each entry also contains the
             name of the partition from which the claim takes samples.
         on_freed: function called with cells that no longer belong to any sample, after the change that freed them has
             been appended to the log.
-        on_batch: function called for each batch recorded for ranks, with the sampler name and the batch statistics.
+        on_batch: function called with the sampler name and the batch statistics for each batch recorded for ranks.
         on_planned: function called for each planned batch, with the partition, the task name and the claim.
-            `on_planned` is called in the event-loop step that records the plan, while the plan's rows are unchanged.
+            `on_planned` is called in the event-loop step that records the plan, before the plan's rows can change.
         on_partition: function called with a partition and "created", "restored" or "removed".
     """
 
@@ -443,7 +443,7 @@ class Catalog:
         return sum(partition.table.present_count for partition in self._partitions.values())
 
     def snapshot_cells(self) -> list[CellsSnapshot]:
-        """Return a snapshot of all samples' cells that another thread can read with `live_cells`."""
+        """Return a snapshot of the cells of all samples. Another thread can read it with `live_cells`."""
         return [partition.cells.snapshot() for partition in self._partitions.values()]
 
     def get(self, partition_id: str, incarnation: bytes = b"") -> Partition:
@@ -478,7 +478,7 @@ class Catalog:
     ) -> tuple[Change, Partition]:
         check_name("partition_id", partition_id)
         if self._closed_prefix is not None and partition_id.startswith(self._closed_prefix):
-            raise UnavailableError("a checkpoint is being restored. Create new partitions after the restore")
+            raise UnavailableError("a checkpoint is being restored. Create new partitions once the restore is complete")
         self.limits.check_create(partition_id, settings, len(self._partitions))
         incarnation = os.urandom(16) if made is None else made.incarnation
         creation = PartitionCreated(partition_id=partition_id, incarnation=incarnation, settings=settings)
@@ -515,7 +515,7 @@ class Catalog:
     ) -> Written:
         """Write samples. The first accepted write creates the partition.
 
-        If an admission drops samples beyond its limit, this is recorded as a separate change in the caller's group.
+        If an admission drops samples beyond its limit, the drop is recorded as a separate change in the caller's group.
 
         Args:
             partition_id: name of the partition.
@@ -537,7 +537,7 @@ class Catalog:
         return written
 
     def _drop_overflow(self, written: Written, admission: Admission) -> None:
-        """Clear the lowest-priority units beyond an admission's limit as part of the write's group of changes."""
+        """In the write's group of changes, clear the lowest-priority units that exceed an admission's limit."""
         partition, task = written.partition, written.partition.tasks[admission.task_name]
         excess = (task.outstanding_count or 0) - admission.most
         if excess > 0:
@@ -552,7 +552,7 @@ class Catalog:
     def _check_write(
         self, partition_id: str, incarnation: bytes, write: SampleWrite, checked: CheckedWrite | None
     ) -> list[tuple[Change, Any]]:
-        """Check a write, unless the earlier check in `checked` is still valid.
+        """Check a write, unless `checked`, the result of an earlier check, is still valid.
 
         Return the changes to commit: the write, preceded by the creation of its partition if necessary.
         """
@@ -582,7 +582,7 @@ class Catalog:
         self._most_samples += new_count
 
     def knows_keys(self, partition_id: str, incarnation: bytes, keys: Sequence[str]) -> bool:
-        """Whether the partition exists and every key belongs, or has belonged, to a sample."""
+        """Return whether the partition exists and each key belongs, or once belonged, to one of its samples."""
         partition = self.find(partition_id, incarnation, missing_ok=True)
         return partition is not None and bool((partition.key_index.find(keys) >= 0).all())
 
@@ -599,7 +599,7 @@ class Catalog:
         return None if partition is None else self._serving_of(partition).admission_queue
 
     def waiting_put_count(self, partition_id: str) -> int:
-        """Return the number of writes that wait for capacity to add samples to a partition."""
+        """Return the number of writes waiting for capacity to add samples to a partition."""
         queue = self.admission_queue(partition_id)
         return 0 if queue is None else queue.waiting_count
 
@@ -672,11 +672,11 @@ class Catalog:
             self.on_partition(partition, "restored")
 
     def prepare_replacement(self, restored: Sequence[Partition]) -> None:
-        """Reject changes until `end_replacement`, because restored partitions are about to replace existing ones.
+        """Reject changes until `end_replacement` is called, because restored partitions will replace existing ones.
 
         If a restored and an existing partition have the same incarnation id, the restored partition receives a new id.
-        Global indexes assigned since the checkpoint are reused, so older metadata could otherwise refer to the wrong
-        samples. Existing partitions with a different name are also checked, because they may come from the same
+        Otherwise, older metadata could refer to the wrong samples, because global indexes assigned since the checkpoint
+        are reused. Existing partitions with a different name are also checked, because they may come from the same
         checkpoint.
         """
         self.machine.refusal = _replacement_error
@@ -686,7 +686,7 @@ class Catalog:
                 partition.incarnation = os.urandom(16)
 
     def end_replacement(self) -> None:
-        """Accept changes again and apply the postponed changes.
+        """Resume accepting changes, and apply those that were postponed.
 
         Do nothing if no replacement is in progress.
         """
@@ -696,10 +696,10 @@ class Catalog:
             self.retract(*each)
 
     def replace(self, restored: Sequence[Partition], prefix: str, policies: Iterable[Policy] = ()) -> None:
-        """Replace all partitions and policies with this name prefix in a single step.
+        """In a single step, replace all partitions and policies whose names begin with `prefix`.
 
-        Calls that wait for a replaced partition fail with an error. Calls that wait for a version of a replaced policy
-        keep waiting. The replacement is not logged, because the log continues from a snapshot that contains the new
+        Calls waiting for a replaced partition fail with an error. Calls that wait for a version of a replaced policy
+        continue to wait. The replacement is not logged, because the log continues from a snapshot that contains the new
         partitions.
         """
         freed: list[Freed] = []
@@ -737,7 +737,7 @@ class Catalog:
         return task
 
     def _forget_unused(self, partition: Partition, task_name: str) -> None:
-        """Forget a task after one of its calls was rejected, unless the task has records or other waiting calls."""
+        """Forget a task whose call was rejected, unless the task has records or other waiting calls."""
         planner = self.known_planner(partition, task_name)
         is_over = planner is None or self._is_draining or self.machine.refusal is not None
         if is_over or planner is None or not planner.is_idle or not partition.tasks[task_name].is_unused:
@@ -771,7 +771,7 @@ class Catalog:
     # Leases
 
     def start_leases(self) -> None:
-        """Start the timers of recovered or restored leases and samples, each for its full duration."""
+        """Start the timers of recovered or restored leases and samples. Each timer runs for its full duration."""
         self._serving_since = self.machine.now_seconds()
         for partition in self._partitions.values():
             for task in partition.tasks.values():
@@ -790,7 +790,7 @@ class Catalog:
         self.commit(LeaseExpired(partition_id=partition.partition_id, task_name=task_name, request_id=request_id))
 
     def expire_samples(self) -> Iterator[tuple[str, int]]:
-        """Release samples that have reached the maximum age in their partition, one partition at a time.
+        """Release samples that have reached their partition's maximum age, one partition at a time.
 
         Call this method periodically. This method yields the name of each partition together with the number of samples
         released from it.
@@ -809,7 +809,7 @@ class Catalog:
     # Waiting
 
     def waiting_claims(self, partition: Partition, task_name: str) -> list[tuple[ClaimRequest, int]]:
-        """Return one waiting claim from each set of equal claims, together with the size of that set.
+        """Return one waiting claim from each set of equal claims, with the size of the set.
 
         If `task_name` is empty, return the claims of all tasks.
         """
@@ -827,18 +827,18 @@ class Catalog:
         return self._arrivals.keys()
 
     def awaiting(self, partition_id: str) -> list[ClaimRequest | None]:
-        """Return the calls that wait for a missing partition, oldest first. A look-up is represented by None."""
+        """Return the calls waiting for a missing partition, oldest first. Each look-up appears as None."""
         return list(self._arrivals.get(partition_id, {}).values())
 
     def waiting_count(self, partition: Partition, task_name: str) -> int:
-        """Return the number of calls that wait for the samples of a task."""
+        """Return the number of calls waiting for a task's samples."""
         planner = self.known_planner(partition, task_name)
         count = 0 if planner is None else planner.waiting_count
         others = (*self.versions.claims(partition), *self._awaiting_capacity(partition))
         return count + sum(request.task_name == task_name for request in others)
 
     def _awaiting_capacity(self, partition: Partition) -> list[ClaimRequest]:
-        """Return the claims on this partition that wait for capacity in another partition."""
+        """Return the claims on this partition that are waiting for capacity in another partition."""
         return [request for name, request in self.capacity_waits.values() if name == partition.partition_id]
 
     async def claim(
@@ -865,7 +865,7 @@ class Catalog:
             check_name("partition_id", partition_id)
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
-                f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared. Discard all metadata of "
+                f"incarnation {incarnation.hex()} of partition {partition_id!r} was cleared. Discard all metadata of "
                 f"this incarnation.",
                 metadata={"partition_id": partition_id, "got": incarnation.hex()},
             )
@@ -915,7 +915,7 @@ class Catalog:
         claim: ClaimRequest | None = None,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Partition | None:
-        """Wait until a partition exists and return it, or return None at a deadline in event-loop time.
+        """Wait until a partition exists and return it. Return None when a deadline in event-loop time has passed.
 
         Raises:
             UnavailableError: the server is shutting down.
@@ -941,7 +941,7 @@ class Catalog:
         return partition
 
     def enders(self, partition: Partition) -> Enders:
-        """Return the functions that end waiting calls when a partition is cleared or the server shuts down."""
+        """Return the functions that end a partition's waiting calls when it is cleared or the server shuts down."""
         return self._serving_of(partition).enders
 
     def drain(self) -> None:
@@ -956,7 +956,7 @@ class Catalog:
                     arrival.set_exception(_draining_error())
 
     def check_not_draining(self) -> None:
-        """Raise UnavailableError if the server is shutting down, because no call may start waiting during shutdown."""
+        """Raise UnavailableError if the server is shutting down, because no new call may wait during shutdown."""
         if self._is_draining:
             raise _draining_error()
 

@@ -1,7 +1,7 @@
-"""Explains why claims wait: how many samples are ready, and which requirements the other samples do not meet.
+"""Explains why claims are waiting: how many samples are ready, and which requirements the other samples do not meet.
 
 An explanation scans all rows, so it is computed only on request. Plans and explanations share a single list of
-requirements (`Readiness.requirements`). `Lack` defines the sentence that reports each unmet requirement.
+requirements (`Readiness.requirements`). Each member of `Lack` contains the message for one kind of unmet requirement.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _MOST_NAMED_GROUPS: Final = 3
 
 
 class Explainer:
-    """Explains why claims wait. In large partitions, requests for equal claims share one scan per second.
+    """Explains why claims are waiting. In large partitions, requests about equal claims share one scan per second.
 
     Args:
-        catalog: the controller's partitions and the claims that wait for them.
+        catalog: catalog of the controller's partitions and waiting claims.
         runner: provides the length source that a sampler needs.
     """
 
@@ -50,10 +50,10 @@ class Explainer:
         self._recent: dict[object, asyncio.Task[WaitReason]] = {}
 
     async def explain(self, partition_id: str, request: ClaimRequest, names: Collection[str]) -> WaitReason:
-        """Return the reason why a claim is still waiting.
+        """Return why a claim is still waiting.
 
         Args:
-            partition_id: name of the partition, which may be missing.
+            partition_id: name of the partition, which need not exist.
             request: claim to explain.
             names: names of the partitions that the caller may see.
         """
@@ -66,10 +66,10 @@ class Explainer:
     async def waiting(
         self, partition_id: str, task_name: str = "", *, names: Collection[str] | None, most: int | None = None
     ) -> list[WaitReason]:
-        """Return the reasons why claims on a partition wait. Equal claims share one reason.
+        """Return the reasons why claims on a partition are waiting. Equal claims share one reason.
 
         Args:
-            partition_id: name of the partition, which may be missing.
+            partition_id: name of the partition, which need not exist.
             task_name: name of the task whose claims to explain, or "" to explain the claims of all tasks.
             names: names of the partitions that the caller may see, or None to report only the fields and tasks of
                 claims.
@@ -88,7 +88,7 @@ class Explainer:
         return [replace(await self._reason(partition, request), waiting_count=count) for request, count in waiting]
 
     async def _arrivals(self, partition_id: str, task_name: str) -> list[WaitReason]:
-        """Return a reason without text for each call that waits for a missing partition. Equal calls share a reason."""
+        """Return wait reasons with empty texts for calls that await a missing partition. Equal calls share a reason."""
         alike, slices = Counter[tuple[str, tuple[str, ...]]](), Slices()
         for claim in self._catalog.awaiting(partition_id):
             alike[("", ()) if claim is None else (claim.task_name, claim.spec.data_fields)] += 1
@@ -96,7 +96,7 @@ class Explainer:
         return [_unexplained(*asked, count) for asked, count in alike.items() if task_name in {"", asked[0]}]
 
     async def _reason(self, partition: Partition, request: ClaimRequest) -> WaitReason:
-        """Return the reason why a claim waits for samples of an existing partition."""
+        """Return why a claim on an existing partition is waiting for samples."""
         if (text := self._lacking_version(request.not_before)) is not None:
             return WaitReason(
                 code=WaitCode.VERSION_NOT_PUBLISHED,
@@ -119,7 +119,7 @@ class Explainer:
         return replace(reason, code=WaitCode.NO_CAPACITY, text=text)
 
     async def _look_once(self, partition: Partition, request: ClaimRequest) -> WaitReason:
-        """Return the reason why a claim waits. In a large partition, the reason may be up to a second old."""
+        """Return why a claim is waiting. In a large partition, the reason may be up to a second old."""
         if partition.table.count <= _SHARED_ROWS:
             return await self._look(partition, request)
         # The key does not contain the partition object, because a reference would keep a cleared partition in memory.
@@ -153,13 +153,13 @@ class Explainer:
 
 
 class Explanation:
-    """The explanation of one kind of claim, computed slice by slice.
+    """Explains why one kind of claim is waiting, by examining one slice of rows at a time.
 
     Args:
         partition: partition that contains the task.
         task: ledger of the claiming task.
         request: one of the equal claims to explain.
-        length: length source that the claim's sampler needs, or None if the sampler needs no lengths.
+        length: where the claim's sampler gets lengths from, or None if the sampler needs no lengths.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Explanation:
         self._ready.append(partition.table.index.data[rows][ready])
 
     async def reason(self, slices: Slices, queue: AdmissionQueue | None) -> WaitReason:
-        """Return the reason why the claim waits, based on the scan and on the partition's queue of puts."""
+        """Return why the claim is waiting, based on the scan and on the partition's queue of puts."""
         task, request = self._task, self._request
         lacks = [
             NotReady(kind=lack.kind, name=name, sample_count=count, example=self._of_groups(lack, name))
@@ -251,7 +251,7 @@ class Explanation:
         return f"their groups lack a value, which must be put for the groups{never}"
 
     def _cause(self, ready_count: int, needed_count: int, lacks: Sequence[NotReady]) -> tuple[WaitCode, str]:
-        """Return the code and the text of the reason why the claim waits."""
+        """Return the reason for the wait, as a code and a text."""
         partition_id, fields = self._partition.partition_id, self._partition.cells.fields
         task_of = f"task {self._task.name!r} of partition {partition_id!r}"
         if not self._partition.inserted_count:

@@ -1,7 +1,8 @@
 """The change history, which tells watching clients what has changed in partitions, samples and tasks since a revision.
 
-A revision number identifies a state of this service instance that clients have seen. Each change belongs to the next
-revision. The history stores the revision of the last change to each row (in a column) and to each task:
+A revision number identifies a state of this service instance that clients may have seen. Each change belongs to the
+next revision. The history stores the revision at which each row and each task last changed. A column contains the
+revisions of the rows. For example:
 
     revision 7 is issued
     rows 3 and 4 of "a" are written, a task of "b" claims samples: recorded under revision 8
@@ -10,12 +11,13 @@ revision. The history stores the revision of the last change to each row (in a c
     a watcher at revision 7 receives rows 3 and 4 of "a" in their current state and the task of "b", and is now at 9
 
 The state of a watcher is therefore a single number. A watcher that has fallen behind receives each changed item only
-once, in the item's latest state. Only blocks that contain changed rows are searched.
+once, in the item's latest state. The search for changed rows skips blocks of rows that have not changed.
 
-Removed rows and partitions can no longer be read, so a log of limited size identifies them. If the log has dropped
-removed rows that a watcher has not seen, the watcher receives the entire partition again. If the log has dropped a
-removed partition, watchers at earlier revisions must start over (CompactedError). The history is not persisted, so each
-restart begins a new history. No changes are recorded before the first revision is issued.
+Removed rows and partitions can no longer be read, so they are recorded in a log of limited size. If the log has dropped
+the entry of a removed row before a watcher has seen it, the watcher receives the entire partition again. If the log has
+dropped the entry of a removed partition, watchers at revisions before the removal get a CompactedError and must start
+over. The history is not persisted, so each restart begins a new history. No changes are recorded before the first
+revision is issued.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _FIRST: Final = 1
 _COLUMN: Final = "revision"
 
 Removed: TypeAlias = tuple[Indexes, NDArray[Any] | None]
-"""Global indexes of removed rows and the rows' keys, or None in place of the keys if no row had one."""
+"""Global indexes and keys of removed rows. None replaces the keys if no row had a key."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,10 +57,10 @@ class _Past:
         made_at: revision at which the partition was created. Watchers at earlier revisions have not yet seen the
             partition.
         rows_at: revision of the last change to any row or to the summary.
-        block_at: revision of the last write to each block of rows, by block number (index >> 13).
+        block_at: revision of the last write to each block of rows, keyed by block number (index >> 13).
         tasks_at: revision of the last change to any task.
         task_at: revision of the last change to each task, by task name. The key None stands for changes to all tasks.
-        forgotten_at: latest revision whose removed rows the log has dropped.
+        forgotten_at: latest revision for which the log no longer lists the removed rows.
     """
 
     partition_id: str
@@ -112,7 +114,7 @@ class PartitionChanges:
     Attributes:
         partition: the partition, or None if this incarnation no longer exists.
         removed: removed rows.
-        since: revision after which a row must have been written to be included, or 0 to include all rows.
+        since: revision. Only rows written after this revision are included. 0 includes all rows.
         blocks: numbers of the blocks that may contain included rows, or None for all blocks.
         task_names: names of changed tasks.
     """
@@ -143,16 +145,17 @@ class PartitionChanges:
 
 
 class ChangeHistory:
-    """The change history of one service instance, which must be used from the instance's event loop.
+    """The change history of one service instance. Use the history only on the instance's event loop.
 
     Args:
-        state: state that contains all partitions.
+        state: state of the service, including all of its partitions.
 
     Attributes:
         instance_id: 16 random bytes that identify this history.
         number: revision of the last change.
-        given_out: last issued revision, or 0 if no revision has been issued, in which case no changes are recorded.
-        forgotten_at: latest revision whose removed partitions the log has dropped.
+        given_out: last issued revision, or 0 if no revision has been issued. Until one has been issued, no changes are
+            recorded.
+        forgotten_at: latest revision for which the log no longer lists the removed partitions.
         on_change: function called after each recorded group of changes.
     """
 
@@ -200,7 +203,7 @@ class ChangeHistory:
         self.on_change()
 
     def _past(self, partition: Partition, made_at: int = _FIRST) -> _Past:
-        """Return the revisions of a partition and mark the partition as most recently changed."""
+        """Return the revisions of a partition, and mark it as the most recently changed partition."""
         past = self._pasts.pop(partition, None) or _Past(partition.partition_id, partition.incarnation, made_at)
         self._pasts[partition] = past
         return past
@@ -219,7 +222,7 @@ class ChangeHistory:
     # Revisions
 
     def mark(self) -> int:
-        """Issue the current revision and return its number."""
+        """Mark the current revision as issued and return its number."""
         self.given_out = self.number
         return self.number
 
@@ -228,7 +231,7 @@ class ChangeHistory:
         return Revision(instance_id=self.instance_id, number=self.mark())
 
     def number_of(self, revision: Revision) -> int:
-        """Return the number of a revision received from a client.
+        """Check a revision received from a client and return its number.
 
         Raises:
             CompactedError: the revision was issued by another service instance.
@@ -287,7 +290,7 @@ class ChangeHistory:
         return [*cleared, *reversed(changed)]
 
     def is_there(self, partition: Partition) -> bool:
-        """Whether a partition still exists. If it does not, a later change will report its removal."""
+        """Return whether a partition still exists. If not, a later change will report the partition's removal."""
         return self._state.partitions.get(partition.partition_id) is partition
 
 
@@ -314,7 +317,7 @@ def _changes_of(
 
 
 def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iterable[int]:
-    """Set the revision of those given rows that still exist. Return the numbers of their blocks."""
+    """Set the revision of the given rows that still exist. Return the numbers of the blocks that contain the rows."""
     revisions = table.columns.get(_COLUMN) or table.unsaved_column(_COLUMN, np.int64, 0)
     if isinstance(rows, range):
         revisions.write(slice(table.position_from(rows.start), table.position_from(rows.stop)), number)
@@ -326,6 +329,6 @@ def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iter
 
 
 def _slices_of(table: RowTable, blocks: Iterable[int]) -> Iterator[slice]:
-    """Yield the table positions of each block, computing them lazily."""
+    """Lazily compute and yield the range of table positions of each block."""
     for block in blocks:
         yield slice(table.position_from(block << _BLOCK_SHIFT), table.position_from((block + 1) << _BLOCK_SHIFT))

@@ -1,11 +1,11 @@
-"""Lists samples and names in pages, waits for samples, and clears samples in parts.
+"""Lists samples and names in pages, waits for samples, and clears samples in batches.
 
 The size of a page and the number of samples on it are limited, so each page is produced quickly. A page token encodes
-the start of the page and the partition's incarnation. Tokens need not be secret, because a client that may list a
-partition may read every page of the list.
+the start of the page and the partition's incarnation. Tokens need not be secret, because any client with permission to
+list a partition can read every page of the list.
 
-`LookupWait` waits until enough samples are found. `Clearing` clears the selected samples in parts and lets other calls
-run between parts. `ClearingFields` clears only some fields of the selected samples.
+`LookupWait` waits until enough samples are found. `Clearing` clears the selected samples in batches, called parts, so
+that other calls can run in between. `ClearingFields` clears only some fields of the selected samples.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class Part:
 class Selection:
     """The samples selected by a request.
 
-    Individually selected samples appear in the order of `indexes`, followed by the order of `keys`. Otherwise, the
-    selection contains the members of `groups` and `rollouts`, or all samples, in order of insertion. A selection may
-    contain millions of samples, so it is read in parts. A place is either an offset into the given indexes and keys or
-    a global index.
+    Individually selected samples appear in this order: first those in `indexes`, then those in `keys`. If no samples
+    are selected individually, the selection contains the members of `groups` and `rollouts`, or all samples, in order
+    of insertion. A selection may contain millions of samples, so it is read in parts. A place is either a global index
+    or an offset into the given indexes and keys.
 
     Attributes:
         indexes: global indexes, of shape `(n,)`.
@@ -90,10 +90,10 @@ class Selection:
         groups: names of groups whose members are selected.
         rollouts: names of rollouts whose samples are selected.
         is_all: whether all samples are selected.
-        skipped_by: name of a task, or "". If set, only samples that this task will never receive are selected. Requires
-            `is_all`.
-        left_for: name of a task, or "". If set, only samples that this task may still receive and that no task has
-            leased are selected.
+        skipped_by: name of a task, or "" to omit this condition. If set, only samples that this task will never receive
+            are selected. Requires `is_all`.
+        left_for: name of a task, or "" to omit this condition. If set, only samples that this task can still receive
+            and that no task has leased are selected.
         where: further conditions that the selected samples must satisfy.
 
     Raises:
@@ -125,12 +125,12 @@ class Selection:
 
     @property
     def named_count(self) -> int:
-        """Number of samples given by index or key, including missing ones."""
+        """Number of samples specified by index or key, including missing samples."""
         return self.indexes.size + len(self.keys)
 
     @property
     def has_conditions(self) -> bool:
-        """Whether the selection has conditions that a listed sample may fail to satisfy now or later."""
+        """Whether the selection has conditions that a listed sample may not meet, either now or later."""
         return bool(self.where or self.skipped_by or self.left_for)
 
     @property
@@ -144,10 +144,10 @@ class Selection:
         return bool(self.groups or self.rollouts)
 
     def part(self, partition: Partition, place: int, size: int) -> Part:
-        """Return the part that starts at a place.
+        """Return the part of the selection that starts at `place`.
 
-        The part covers `size` listed samples or rows. If the selection has groups or conditions, the part covers more
-        rows.
+        If the selection lists samples, the part covers `size` of them. Otherwise, the part covers `size` rows, or more
+        if the selection has groups or conditions.
         """
         if self.is_named:
             return self._named(partition, place, place + size)
@@ -173,7 +173,7 @@ class Selection:
         return Part(positions=positions, places=table.index[positions], next_place=next_place)
 
     def among(self, partition: Partition, positions: Indexes) -> Indexes:
-        """Return the given samples that are part of the selection."""
+        """Return those of the given samples that are part of the selection."""
         if self.is_named:
             named = np.concatenate([partition.table.find(self.indexes), partition.key_index.positions_of(self.keys)])
             positions = positions[np.isin(positions, named)]
@@ -191,7 +191,7 @@ class Selection:
         return self.satisfying(partition, positions)
 
     def satisfying(self, partition: Partition, positions: Indexes) -> Indexes:
-        """Return the given samples that satisfy `where`, `skipped_by` and `left_for`."""
+        """Return those of the given samples that match `where`, `skipped_by` and `left_for`."""
         if self.skipped_by:
             positions = positions[partition.known_task(self.skipped_by).is_lost(positions)]
         if self.left_for:
@@ -207,7 +207,7 @@ class Selection:
         return mask
 
     def missing(self, partition: Partition, start: int, stop: int | None) -> tuple[list[str], Indexes]:
-        """Return the selected keys and indexes, within a range of places, that belong to no existing sample."""
+        """Return the selected keys and indexes at places `start` to `stop` that belong to no existing sample."""
         count, indexes = self.indexes.size, self.indexes[start:stop]
         keys = self.keys[max(0, start - count) : None if stop is None else max(0, stop - count)]
         unknown = np.flatnonzero(partition.key_index.positions_of(keys) < 0).tolist()
@@ -216,7 +216,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A page in the list of a partition's samples.
+    """One page of a list of a partition's samples.
 
     Attributes:
         partition: partition that contains the samples.
@@ -225,7 +225,7 @@ class Page:
         missing_indexes: indexes in the page's range for which no sample exists.
         missing_groups: selected groups that have no members in the partition, set only on the first page.
         missing_rollouts: selected rollouts that have no samples, set only on the first page.
-        next_place: place in the selection at which the next page starts, or None for the last page.
+        next_place: place in the selection at which the next page starts, or None if this is the last page.
     """
 
     partition: Partition
@@ -252,7 +252,7 @@ def find_page(
         partition_id: name of the partition.
         selection: selected samples, which must be the same for all pages.
         size: maximum number of samples on the page, or 0 for the largest permitted page.
-        token: token of the page, or "" for the first page.
+        token: token that identifies the page, or "" for the first page.
         missing_ok: whether to return None if the first page is requested and the partition does not exist.
 
     Raises:
@@ -271,7 +271,7 @@ def find_page(
     incarnation, place = _read_token(token)
     if incarnation and partition_id not in catalog.names():
         raise StaleIncarnationError(
-            f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared during the listing. "
+            f"incarnation {incarnation.hex()} of partition {partition_id!r} was cleared during the listing. "
             f"Discard the pages received so far.",
             metadata={"partition_id": partition_id, "got": incarnation.hex()},
         )
@@ -316,10 +316,10 @@ def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple
 
     Args:
         names: all names, in any order.
-        of: kind of the listed names. Tokens from a list of a different kind are rejected.
+        of: kind of names to list. Tokens from a list of a different kind are rejected.
         size: maximum number of names on the page, or 0 for the largest permitted page.
-        token: token of the page, or "" for the first page. A token consists of a checksum and the first name on the
-            page, which may have been removed in the meantime.
+        token: token that identifies the page, or "" for the first page. A token consists of a checksum and the first
+            name on the page. This name may have been removed in the meantime.
 
     Raises:
         InvalidArgumentError: the size or the token is invalid.
@@ -346,14 +346,14 @@ def _check_named(name: str, count: int) -> None:
     """Reject a list of samples or groups that is too long for one request."""
     if count > MOST_NAMED:
         raise InvalidArgumentError(
-            f"{name} has {count} entries; expected at most {MOST_NAMED}. Split the entries among several calls.",
+            f"{name} has {count} entries; expected at most {MOST_NAMED}. Split the entries across several calls.",
             field=name,
             metadata={"got": str(count), "limit": str(MOST_NAMED)},
         )
 
 
 def _read_token(token: str) -> tuple[bytes, int]:
-    """Return the partition's incarnation and the start of the page, as encoded in a token."""
+    """Decode a page token. Return the partition's incarnation and the start of the page."""
     if not token:
         return b"", 0
     incarnation, _, place = token.partition("-")
@@ -489,10 +489,10 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
 class LookupWait:
     """A context manager that waits until a look-up finds enough samples.
 
-    Instead of polling, the wait collects rows as they are written. Collected rows are checked only once there are
-    enough of them to reach `min_count`. Filling a partition row by row therefore requires only a few short checks
-    instead of a check of all rows after each write. When `min_count` appears to have been reached, cleared rows are
-    subtracted.
+    Rows are collected as they are written, so no polling is needed. Collected rows are checked only once there are
+    enough of them to reach `min_count`. A partition that is filled row by row therefore needs only a few short checks,
+    instead of a check of all rows after each write. When `min_count` appears to have been reached, rows cleared in the
+    meantime are subtracted.
 
     Args:
         partition: partition that contains the samples.
@@ -539,7 +539,7 @@ class LookupWait:
 
         Raises:
             TqError: the wait was ended by `end`.
-            InvalidArgumentError: a condition does not fit the type of its column.
+            InvalidArgumentError: a condition does not match the type of its column.
         """
         loop, stored_count = asyncio.get_running_loop(), self._unseen_count
         while True:
@@ -600,7 +600,7 @@ class LookupWait:
         return indexes.size
 
     def _has_enough(self) -> bool:
-        """Whether enough samples have been found, not counting rows rewritten since they were checked."""
+        """Return whether enough samples have been found, excluding rows that were rewritten after they were checked."""
         least = self._min_count + sum(len(rows) for rows in self._unseen if not isinstance(rows, range))
         if len(self._found) >= least:
             self._forget_cleared()
@@ -616,12 +616,12 @@ async def wait_for_samples(
 ) -> bool:
     """Wait until a partition contains `min_count` of the selected samples. Return whether the wait timed out.
 
-    The wait also ends when the partition can no longer reach `min_count`.
+    The wait also ends when `min_count` can no longer be reached.
 
     Raises:
         PartitionClearedError: the partition was cleared during the wait.
         UnavailableError: the server is shutting down.
-        InvalidArgumentError: a condition does not fit the type of its column.
+        InvalidArgumentError: a condition does not match the type of its column.
     """
     deadline = asyncio.get_running_loop().time() + max_wait_seconds
     partition = await catalog.arrival(partition_id, deadline)
@@ -638,15 +638,15 @@ async def wait_for_samples(
 
 @dataclass(slots=True)
 class Clearing:
-    """Clears samples in parts and ignores missing samples.
+    """Clears samples in batches (parts), ignoring missing samples.
 
     Each sample is tested against the selection's conditions in the same step that clears it.
 
     Args:
         catalog: catalog that contains the partition.
         partition_id: name of the partition.
-        incarnation: expected incarnation of the partition, or empty for the incarnation that exists when the first part
-            is cleared.
+        incarnation: expected incarnation of the partition, or empty to accept the incarnation that exists when the
+            first part is cleared.
         selection: samples to clear.
         claim: leased claim that all samples must belong to, or None to skip this check. All samples are checked at the
             start, and each part is checked again when it is cleared.
@@ -680,7 +680,7 @@ class Clearing:
             self._last = self._next_part()
 
     def finish(self) -> int:
-        """Clear the last part and remove groups without samples. Return the total number of cleared samples."""
+        """Clear the last part and the groups that never had samples. Return the total number of cleared samples."""
         self._change()
         if self.selection.groups and not self.selection.has_conditions:
             self._remove_groups()
@@ -696,12 +696,12 @@ class Clearing:
             self._done_count += self._commit(self._last)
 
     def _commit(self, rows: Indexes) -> int:
-        """Clear the samples of one part, and return how many of them existed."""
+        """Clear one part of the selected samples, and return how many of these samples existed."""
         change = SamplesCleared(partition_id=self.partition_id, global_indexes=rows, claim=self.claim)
         return self.catalog.commit(change) or 0
 
     def _next_part(self) -> Indexes:
-        """Return the next samples to clear, but no more than a single step may clear."""
+        """Return the next samples to clear, at most as many as a single step may clear."""
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
         if partition is None:
             self._place, self._part = None, self._part[:0]
@@ -729,10 +729,10 @@ class Clearing:
 
 
 class Failing(Clearing):
-    """Marks samples as failed in parts, ignoring samples that are missing or have already failed. See `Clearing`."""
+    """Marks samples as failed, one batch at a time, and ignores missing or already failed samples. See `Clearing`."""
 
     def _remove_groups(self) -> None:
-        """Keep groups without samples, because such groups contain nothing to mark as failed."""
+        """Keep groups without samples, because they contain nothing to mark as failed."""
 
     def _commit(self, rows: Indexes) -> int:
         """Mark the samples of one part as failed."""
@@ -749,11 +749,11 @@ class Failing(Clearing):
 
 @dataclass
 class ClearingFields(Clearing):
-    """Clears the cells of some fields in parts but keeps the samples. See `Clearing`.
+    """Clears the cells of some fields in batches of samples, but keeps the samples themselves. See `Clearing`.
 
     Args:
         field_names: names of the fields, without duplicates. If a field has group scope, the selection must consist of
-            groups, and the cells shared by the group members are cleared.
+            groups. The cells that the members of a group share are then cleared.
 
     Raises:
         InvalidArgumentError: `field_names` is empty.
@@ -770,7 +770,7 @@ class ClearingFields(Clearing):
 
         Raises:
             FieldNotFoundError: the partition has never had one of the fields, and `missing_ok` is not set.
-            InvalidArgumentError: a field has group scope, but the selection does not consist only of groups.
+            InvalidArgumentError: a field has group scope, but the samples are not selected by group alone.
             LeaseExpiredError, InvalidArgumentError: see `check_claim`.
         """
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
@@ -805,7 +805,7 @@ class ClearingFields(Clearing):
             await asyncio.sleep(0)
 
     def _commit(self, rows: Indexes, groups: Sequence[str] = ()) -> int:
-        """Clear the cells of one part's samples, or the shared cells of groups. Return the number of cleared cells."""
+        """Clear the cells of a part's samples, or the cells that groups share. Return the number of cleared cells."""
         change = CellsCleared(
             partition_id=self.partition_id,
             field_names=self.field_names,

@@ -1,19 +1,19 @@
 """The planner of a task in one partition, which plans batches one at a time and answers waiting claims.
 
     claim -> already recorded, or can be planned at once: answered
-          -> otherwise joins the line of claims with an equal spec
+          -> otherwise joins the line of claims with the same spec
              -> on its turn, planned on the event loop: answered, or a miss
                 -> if that is impossible, planned off the loop, one plan at a time
 
-Lines take turns in order of arrival, regardless of what their calls claim. A line that cannot be served is skipped and
-gets another turn after the next change. A sampler that cannot plan immediately on the event loop runs off the loop, for
-one line at a time. An off-loop plan that exceeds its time limit yields to the next plan. Commits, status requests,
-replays, and claims that can be planned immediately never wait for off-loop plans.
+Lines take turns in order of arrival, regardless of what their claims request. If a line cannot be served, it is skipped
+and gets another turn after the next change. If a sampler cannot plan immediately on the event loop, it runs off the
+loop, for one line at a time. An off-loop plan that exceeds its time limit yields to the next plan. Commits, status
+requests, replays, and claims that can be planned immediately never wait for off-loop plans.
 
 In a single step, the loop checks that all rows in a plan are still ready and records the plan. If a row is no longer
 ready, the planner makes a new plan for the line. Faster lines could therefore overtake the line of a slow sampler
-forever. To prevent this, the slow line's next plan skips as many ready rows as other lines are likely to claim in the
-meantime. If the slow line's previous plan was quick, later lines wait for the slow line's next plan.
+indefinitely. To prevent this, the slow line's next plan skips as many ready rows as other lines are likely to claim in
+the meantime. If the slow line's previous plan was quick, the lines behind the slow line wait for its next plan.
 
 `WaitQueue` stores the lines and selects the next line to serve. `Planner` makes plans for the lines and records them.
 """
@@ -97,11 +97,12 @@ Answer = RankPlan | Claim | EndCounts | NotYet
 
 
 class LoopYielder:
-    """Shares event-loop time fairly between thousands of waiting calls and all other work.
+    """Divides event-loop time fairly between thousands of waiting calls and all other work.
 
-    The yielder yields to the loop after a few steps, or earlier if a step was slow. After producing many answers, the
-    yielder also pauses for as long as that took, because sending answers takes most of the time. While the server is
-    busy sending, it accepts only one new call per loop iteration, so a backlog of new calls would build up.
+    The yielder yields to the loop after a few steps, or earlier if a step was slow. After many answers, each yield also
+    includes a pause as long as the steps before it, because sending answers takes most of the time. While the server is
+    busy sending, it accepts only one new call per loop iteration. Without the pauses, a backlog of new calls would
+    therefore build up.
     """
 
     __slots__ = ("_answer_count", "_last", "_step_count")
@@ -111,7 +112,7 @@ class LoopYielder:
         self._last = time.perf_counter()
 
     async def step(self, *, has_answered: bool = True) -> None:
-        """Count an answered call, or a turn that produced no plan, and yield to the loop if a yield is due."""
+        """Count an answered call, or a turn that produced no plan, and periodically yield to the event loop."""
         self._step_count += 1
         self._answer_count += has_answered
         if self._step_count % _STEPS_A_TURN and time.perf_counter() - self._last < _TURN_SECONDS:
@@ -128,7 +129,7 @@ class Waiter:
 
     Attributes:
         is_poll: whether the call ends after its first turn instead of waiting for changes.
-        arrival: sequence number of the call's arrival in the queue.
+        arrival: the call's sequence number in the order of arrival.
     """
 
     request: ClaimRequest
@@ -164,7 +165,7 @@ class Waiter:
 
 
 class LineState(Enum):
-    """The states of a line. Each value describes the event that the line waits for.
+    """The states of a line. The value of each state describes what a line in that state waits for.
 
     PARKED --something has changed--> QUEUED --its turn--> PARKED, or served and QUEUED again
                                                 |must be awaited
@@ -179,7 +180,7 @@ class LineState(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Line:
-    """Waiting calls with equal claim specs, in order of arrival. A given plan can serve any call in the line.
+    """Waiting calls with the same claim spec, in order of arrival. Each plan can serve any call in the line.
 
     A line exists while it contains a waiting call or while one of its plans is in progress. The limit on waiting calls
     also limits the number of lines.
@@ -187,9 +188,9 @@ class Line:
     Attributes:
         last_miss: reason why the last search found no plan.
         polls: waiting calls that end after their first turn.
-        is_waited_for: whether later lines wait for this line's next off-loop plan, as they do if the last plan was
+        is_waited_for: whether the lines behind this line wait for its next off-loop plan. They do if its last plan was
             quick.
-        look_past: number of ready rows that the next off-loop plan skips and leaves to faster lines.
+        look_past: number of ready rows that the next off-loop plan leaves to faster lines.
     """
 
     spec: ClaimSpec
@@ -257,12 +258,12 @@ class WaitQueue:
     """The lines of waiting claims, served in the order in which their first calls arrived.
 
     After a change (`is_stale`), a scan queues every line that can now be served, including lines that were skipped
-    earlier. Even under constant changes, each scan is followed by at least as many turns as were queued when the scan
-    ran. The cost per turn therefore stays low even with many lines.
+    earlier. Even under constant changes, a new scan runs only after at least as many turns as were queued at the
+    previous scan. The cost per turn therefore stays low even with many lines.
 
     Attributes:
         by_spec: lines by claim spec. A call that is answered immediately does not join a line.
-        planning: line whose off-loop plan is in progress and has not yielded, or None.
+        planning: line that is running an off-loop plan and has not yielded its turn, or None.
         is_stale: whether anything has changed since the last scan of all lines.
     """
 
@@ -279,7 +280,7 @@ class WaitQueue:
         return sum(map(len, self.by_spec.values()))
 
     def __iter__(self) -> Iterator[Waiter]:
-        """Iterate over a snapshot of the waiting calls in all lines."""
+        """Iterate over a snapshot of the calls in all waiting lines."""
         return iter([waiter for line in self.by_spec.values() for waiter in line])
 
     @property
@@ -288,7 +289,7 @@ class WaitQueue:
         return [line for line in self.by_spec.values() if line.is_ranked]
 
     def join(self, waiter: Waiter, miss: Miss) -> Line:
-        """After a search has found no plan for a call, add the call to the line for its spec and return that line."""
+        """Add a call to the line for its spec after a search has found no plan, and return that line."""
         spec = waiter.request.spec
         line = self.by_spec.get(spec)
         if line is None:
@@ -302,20 +303,20 @@ class WaitQueue:
         waiter.arrival = self._last_arrival
 
     def forget_if_unused(self, line: Line) -> None:
-        """Remove a line unless it contains a waiting call or one of its plans is in progress."""
+        """Remove a line if no call is waiting in it and none of its plans is in progress."""
         if not line and line.state is not LineState.PLANNING and self.by_spec.get(line.spec) is line:
             del self.by_spec[line.spec]
 
     # Turns
 
     def put(self, line: Line) -> None:
-        """Queue a parked line for a turn if it contains a waiting call."""
+        """If a parked line contains a waiting call, queue the line for a turn."""
         if line.state is LineState.PARKED and line.first() is not None:
             line.state = LineState.QUEUED
             heapq.heappush(self._turns, (line.order, line))
 
     def put_heavy(self, line: Line) -> None:
-        """Queue a line for an off-loop plan."""
+        """Queue a line whose plan must be made off the event loop."""
         line.state = LineState.HEAVY
         self._heavy[line] = None
 
@@ -330,7 +331,7 @@ class WaitQueue:
         return bool(self._turns) and (self.holder is None or self._turns[0][0] < self.holder.order)
 
     def next(self, may_be_served: Callable[[Line], bool]) -> Line | None:
-        """Park and return the next line to serve, or return None if no line is queued and nothing has changed."""
+        """Park the next line to serve and return it, or return None if no line is queued and nothing has changed."""
         while self.is_stale or self.has_turn:
             if self.is_stale and (self._turns_left <= 0 or not self.has_turn):
                 self.is_stale = False
@@ -349,7 +350,7 @@ class WaitQueue:
         return None
 
     def next_heavy(self) -> Line | None:
-        """Return the next line that needs an off-loop plan, or None if no line needs one or a plan is in progress."""
+        """Return the next line to plan off the loop, or None if there is no such line or a plan is in progress."""
         if self.planning is not None or not self._heavy:
             return None
         line = min(self._heavy, key=lambda each: each.order)
@@ -360,7 +361,7 @@ class WaitQueue:
         return self.planning
 
     def defer(self, line: Line) -> None:
-        """Move a line behind all currently waiting claims."""
+        """Move a line behind all claims that are already waiting."""
         first = line.first()
         if first is not None:
             self._give_number(first)
@@ -393,7 +394,7 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
 
 
 class DeliveryRate:
-    """The delivery rate of a task, computed as a sum whose terms decay by a factor of e every 10 seconds.
+    """The delivery rate of a task, in which past deliveries decay by a factor of e every 10 seconds.
 
     Memory use and time per call are constant. All times are in seconds and come from a single monotonic clock.
     """
@@ -427,7 +428,7 @@ class RunsPlans(Protocol):
         ...
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler on the event loop and return its well-formed plan, or None if the sampler found no plan.
+        """Run a sampler on the event loop. Return the validated plan, or None if there is none.
 
         Raises:
             MustBeAwaited: the sampler cannot run on the event loop.
@@ -436,7 +437,7 @@ class RunsPlans(Protocol):
         ...
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler off the event loop within a time limit. Return its well-formed plan, or None if there is none.
+        """Run a sampler off the event loop within a time limit. Return the validated plan, or None if there is none.
 
         Raises only TqError.
         """
@@ -447,9 +448,9 @@ class Planner:
     """Plans batches for one task and answers the task's claims.
 
     Attributes:
-        task: ledger of the task.
+        task: the task's ledger.
         last_request: last claim that this process received, or None if there was none.
-        deliveries: rate, per second, at which this process delivers samples.
+        deliveries: rate at which this process delivers samples, in samples per second.
         step_times: time breakdown of the trainer's latest steps, by rank.
     """
 
@@ -467,13 +468,14 @@ class Planner:
 
         Args:
             partition: partition that contains the task.
-            task: ledger of the task.
+            task: the task's ledger.
             runner: runs the samplers that plan batches.
-            commit: function that applies a change to the partition, or does nothing if the partition has been cleared.
-                The second argument is the result of the change's `prepare`, or None.
-            group: function that returns a context manager. All changes made inside the context manager's block form one
-                group; see `StateMachine.group`.
-            on_batch: function called for each batch recorded for ranks, with the sampler name and the batch statistics.
+            commit: function that applies a change to the partition unless the partition has been cleared. The second
+                argument is the result of the change's `prepare`, or None.
+            group: function that returns a context manager. All changes made inside its `with` block form one group; see
+                `StateMachine.group`.
+            on_batch: function called with the sampler name and the batch statistics whenever a batch is recorded for
+                ranks.
         """
         self._partition = partition
         self.task = task
@@ -500,7 +502,7 @@ class Planner:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no calls are waiting and no plan is in progress."""
+        """True if no calls are waiting and no plan is in progress."""
         return not self._queue.by_spec
 
     def close(self) -> None:
@@ -508,12 +510,12 @@ class Planner:
         self._starts.close()
 
     def waiting_claims(self) -> list[tuple[ClaimRequest, int]]:
-        """Return the first claim and the number of claims in each line, in order of arrival."""
+        """Return the first claim and the number of claims of each line; lines are in order of arrival."""
         lines = sorted(self._queue.by_spec.values(), key=lambda line: line.order)
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
 
     def compares_with(self, policy: str) -> bool:
-        """Whether a newly published policy version affects the samples that a waiting or planned claim receives."""
+        """Return whether publishing a version of `policy` affects which samples a waiting or planned claim receives."""
         specs, outstanding = self._queue.by_spec, self.task.outstanding
         if specs and outstanding is not None and outstanding.bounds_staleness_by(policy):
             return True
@@ -541,9 +543,9 @@ class Planner:
     async def claim(
         self, request: ClaimRequest, max_wait_seconds: float, while_waiting: WhileWaiting = nullcontext
     ) -> Answer:
-        """Return the recorded answer to a claim, or wait for an answer.
+        """Return the recorded answer to a claim, or wait until the claim can be answered.
 
-        The call waits inside `while_waiting()`. If the call times out, it returns `NotYet`.
+        The call waits inside `while_waiting()`, and returns `NotYet` if it times out.
         """
         self.last_request = request
         recorded = self._recorded(request)
@@ -567,10 +569,11 @@ class Planner:
             return await self._wait(request, found, max_wait_seconds)
 
     def following(self, request: ClaimRequest, *, may_plan: bool) -> list[RankPlan | EndCounts]:
-        """Return the answers for the batches that follow the first batch of a range.
+        """Return the answers for the rest of a range, after its first batch.
 
         The list ends before the first batch that is not ready or whose claim is rejected. With `may_plan`, the planner
-        first plans as many of these batches as possible in this event-loop step, as one group of changes.
+        first plans as many of these batches as possible. It plans them in this event-loop step, as one group of
+        changes.
         """
         if may_plan and self._gone is None and not self._has_turns(request.spec):
             with self._group():
@@ -606,10 +609,10 @@ class Planner:
                 return
 
     def _has_turns(self, spec: ClaimSpec) -> bool:
-        """Whether a call must join a line because lines are being served or claims with an equal spec are waiting.
+        """Return whether a call must join a line because lines are being served or claims with the same spec wait.
 
-        If the call need not join a line, all waiting claims are waiting for a change, so serving the call immediately
-        does not delay them.
+        If the call need not join a line, all waiting claims are waiting for a change. Serving the call immediately
+        therefore does not delay these claims.
         """
         is_serving = self._dispatching is not None or self._queue.holder is not None
         return is_serving or spec in self._queue.by_spec
@@ -670,7 +673,7 @@ class Planner:
             self._partition.on_change.discard(self.wake)
 
     def has_planned(self, request: ClaimRequest) -> bool:
-        """Whether the batch that a rank claims has been planned or the task has ended."""
+        """Whether the task has ended, or the batch that a rank claims has been planned."""
         is_planned = request.rank is not None and request.rank.batch_index < self.task.next_batch_index
         return is_planned or self.task.end is not None
 
@@ -688,7 +691,7 @@ class Planner:
             self._commit(ClaimReleased(**self._names, request_id=request_id, is_final=False), None)
 
     def _recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
-        """Return a call's recorded answer, or None if there is none. Also increment a queue claim's answer count.
+        """Return a call's recorded answer, or None if there is none. For a queue claim, increment the answer count.
 
         Raises:
             TqError: the call was rejected.
@@ -746,7 +749,7 @@ class Planner:
         return not line.last_miss.is_current(self._partition, self.task)
 
     def _enqueue_answers(self, waiters: Iterable[Waiter], error: TqError | None = None) -> None:
-        """Queue calls to be completed in later steps, with `error` or with their recorded answer or rejection."""
+        """Queue calls to be completed later with `error`, or with their recorded answer or rejection."""
         self._to_answer.extend((waiter, error) for waiter in waiters)
 
     def _answer(self, waiter: Waiter, error: TqError | None = None) -> bool:
@@ -764,7 +767,7 @@ class Planner:
         return not waiter.is_waiting
 
     def _look(self, line: Line, first: Waiter) -> None:
-        """Serve a line's first call by planning on the event loop, or queue the line for an off-loop plan."""
+        """Answer a line's first call with a plan made on the event loop, or queue the line for an off-loop plan."""
         if self._answer(first):
             self._queue.put(line)
             return
@@ -792,16 +795,16 @@ class Planner:
             self._advance()
 
     def _conclude(self, line: Line, first: Waiter, found: Found, polls: Iterable[Waiter]) -> None:
-        """Serve a line with the result of a search made in the current event-loop step, or park the line.
+        """Serve a line with the result of a search from the current event-loop step, or park the line.
 
-        If a rank waits for a batch far ahead, its line may need many plans. The line therefore moves behind the other
-        lines after every 64 batches, and its polls end.
+        If a rank is waiting for a much later batch, the rank's line may need many plans. After every 64 batches, the
+        line therefore moves behind the other lines, and its polls end.
 
         Args:
             line: line to serve.
-            first: first call in the line.
+            first: the call at the head of the line.
             found: result of the search.
-            polls: polls that were in the line when the search started.
+            polls: calls that were in the line when the search started and that do not wait for changes.
         """
         if isinstance(found, Planned | EndFound):
             try:
@@ -846,11 +849,11 @@ class Planner:
     # Recording
 
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
-        """Record a search's result, including evictions, and return the answer to the claim that caused the search.
+        """Record the result of a search, including evictions. Return the answer to the claim that triggered the search.
 
-        This method must be called within a group of changes. A recorded batch, or a recorded end of the task, applies
-        to all ranks. All claims waiting for the batch are therefore answered, and claims with a different `dp_size` are
-        rejected.
+        This method must be called within a group of changes. Once a batch or the end of the task has been recorded, it
+        applies to all ranks. All claims waiting for the batch are therefore answered, and claims with a different
+        `dp_size` are rejected.
         """
         self._queue.is_stale = True  # other lines may also have reached the end of the task
         if request.rank is None:
@@ -882,7 +885,8 @@ class Planner:
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> Claim | EndCounts:
         """Record the response sent to a queue worker.
 
-        The end of a task applies only to this worker or to all workers that share its claim name.
+        If the task has ended, the answer applies to all workers with the same claim name, or only to this worker if it
+        has no claim name.
 
         Raises:
             TqError: slots for the prompts could not be created, so the prompts were not claimed.
@@ -900,9 +904,9 @@ class Planner:
         if request.make_slots is not None:
             if grouping is not None or found.plan.is_reusing or found.plan.dropped:
                 raise SamplerError(
-                    f"sampler {request.batch_spec.sampler!r} delivers groups, or drops or reuses samples; expected "
-                    f"a sampler that delivers prompts one by one, because admit creates slots for each prompt. Use "
-                    f"'sequential'",
+                    f"sampler {request.batch_spec.sampler!r} delivers groups, drops samples or reuses samples; "
+                    f"expected a sampler that delivers prompts one by one, because admit creates slots for each "
+                    f"prompt. Use 'sequential'",
                     metadata={"sampler": request.batch_spec.sampler},
                 )
             request.make_slots(found.plan.rows)
@@ -940,11 +944,11 @@ class Planner:
     # Planning
 
     def length(self, request: ClaimRequest) -> LengthSource | None:
-        """Return the length source that a claim's sampler needs, or None if the sampler needs no lengths."""
+        """Return the source of the lengths that a claim's sampler needs, or None if the sampler needs no lengths."""
         return self._runner.length(request.sampler)
 
     def _find_at_once(self, request: ClaimRequest) -> Found | None:
-        """Search for a plan or the task's end in this event-loop step. Return None if only an off-loop search works."""
+        """Search for a plan or the task's end in this event-loop step. Return None if the search must run off-loop."""
         sampler = request.sampler
         while True:
             search = Search(self._partition, self.task, self._starts, request, self.length(request))
@@ -961,9 +965,9 @@ class Planner:
                 return found
 
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
-        """Search off the loop for a plan or the end of the task while the table is pinned.
+        """While the table is pinned, search for a plan, or for the end of the task, off the event loop.
 
-        This method awaits nothing after it has checked the plan's rows, so the caller can safely record the plan.
+        After checking the plan's rows, this method awaits nothing, so the caller can safely record the plan.
         """
         sampler = request.sampler
         new_search = partial(Search, self._partition, self.task, self._starts, request, self.length(request))
@@ -988,7 +992,7 @@ class Planner:
         return NOT_LOOKED
 
     def _keep_groups(self, search: Search, found: Found) -> Found:
-        """Record any change in the kind of groups that the task keeps complete, and return `found`."""
+        """Return `found`. If the task now keeps a different kind of groups complete, record this change."""
         task, kept = self.task, search.kept_groups
         is_of_use = isinstance(found, Planned | EndFound)
         # A miss must not change the recorded kind of groups. Otherwise, two waiting claims that need different kinds
@@ -998,7 +1002,7 @@ class Planner:
         return found
 
     async def _plan_off_loop(self, line: Line) -> None:
-        """Make an off-loop plan for a line, and record it for the line's first claim in a single event-loop step."""
+        """Make an off-loop plan for a line. A single event-loop step records the plan for the line's first claim."""
         loop, task, plan = asyncio.get_running_loop(), self.task, asyncio.current_task()
         self._plans.add(plan)
         timer = loop.call_later(_MOST_PLAN_SECONDS, self._yield_turn, line)
@@ -1033,13 +1037,13 @@ class Planner:
             self._advance()
 
     def _yield_turn(self, line: Line) -> None:
-        """Let other lines take their turns, even if this line's plan is still in progress."""
+        """Let other lines take their turns, even if a plan for this line is still in progress."""
         if self._queue.planning is line:
             self._queue.planning = None
             self._advance()
 
     async def _close_gaps(self) -> None:
-        """If a table has many gaps, close them in short steps. Wait while running plans pin the table.
+        """If the table has many gaps, close them in short steps. While running plans pin the table, wait.
 
         Without this wait, overlapping plans could keep the table pinned, and the table would grow without bound. The
         wait always ends, because plans have a time limit.

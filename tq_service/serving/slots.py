@@ -1,9 +1,9 @@
-"""Slots: samples leased to rollout workers before generation, created separately or when prompts are claimed.
+"""Slots: samples that are leased to rollout workers before generation.
 
-Slots for prompts are created in the step that claims the prompts. A waiting call reserves neither prompts nor slots.
-The call first waits for prompts. If the slots for these prompts do not fit, the call waits in the admission queue of
-the slots' partition. Once the call has capacity, it searches for prompts again. If no prompts are left, the call
-releases the capacity.
+Slots are created either separately or when prompts are claimed. Slots for prompts are created in the step that claims
+the prompts. A waiting call reserves neither prompts nor slots. The call first waits for prompts. If the slots for these
+prompts do not fit, the call waits in the admission queue of the slots' partition. Once the call has capacity, it
+searches for prompts again. If no prompts are left, the call releases the capacity.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def start_version(catalog: Catalog, partition: Partition, policy: str) -> int | 
 def make_slots(
     catalog: Catalog, partition: Partition, write: SampleWrite, *, task_name: str, request_id: bytes, lease: LeaseTerms
 ) -> Claim:
-    """Add slots to a partition and lease the slots to a worker, within the caller's group of changes.
+    """Add slots to a partition and lease them to a worker, as part of the caller's group of changes.
 
     Raises:
         TqError: the partition rejected the slots and is unchanged, except that the task may have been added.
@@ -78,7 +78,7 @@ def make_slots(
 
 
 class PromptClaims:
-    """Serves claims for prompts that also create slots for the prompts; see `Admit`.
+    """Serves prompt claims that also create slots for the claimed prompts; see `Admit`.
 
     Args:
         catalog: the controller's partitions.
@@ -100,7 +100,7 @@ class PromptClaims:
         Raises:
             PartitionNotFoundError, PolicyNotFoundError: the slots' partition or policy does not exist.
             AdmissionLimitError, QuotaExceededError: the slots would exceed the bounds even in an empty partition.
-            AlreadyExistsError: samples or a group with the name of one of the prompts already exist.
+            AlreadyExistsError: samples or a group already have the name of one of the prompts.
             InvalidArgumentError: a prompt has no key, or the prompts and slots would be in the same partition.
         """
         admit, lease = request.spec.admit, request.lease
@@ -144,14 +144,14 @@ class PromptClaims:
                 return claimed
 
     def _end(self, partition_id: str, task_name: str) -> Claimed:
-        """Answer a call with the end of the task, because slots can no longer be created for its prompts."""
+        """Return the answer that ends the task once no more slots can be created for its prompts."""
         partition = self._catalog.get(partition_id)
         task = self._catalog.task(partition, task_name)
         return Claimed(partition, EndCounts(consumed_count=task.consumed_count, kept_count=task.kept_count))
 
     @contextlib.contextmanager
     def _waiting(self, partition_id: str, request: ClaimRequest) -> Iterator[None]:
-        """List a claim among the waiting claims while it waits for capacity."""
+        """Include a claim in the list of waiting calls while it waits for capacity."""
         waits = self._catalog.capacity_waits
         waits[request.request_id] = partition_id, request
         try:
@@ -168,7 +168,7 @@ class _Prompts:
         catalog: the controller's partitions.
         partition_id: name of the prompts' partition.
         request: claim for prompts.
-        admit: description of the slots that the claim requests.
+        admit: specification of the slots to create.
         lease: terms of the lease on the prompts.
     """
 

@@ -47,11 +47,11 @@ _NOTHING_CONSUMED: Final = ConsumptionStatus(
 
 
 def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
-    """Return the consumption status of a task. A missing partition has no consumed samples.
+    """Return the consumption status of a task. If the partition is missing, no samples count as consumed.
 
     Raises:
-        TaskNotFoundError: the partition declares its tasks and this task is not among them, or `missing_ok` is false
-            and the task was neither declared nor has made a request.
+        TaskNotFoundError: the partition declares its tasks and this task is not among them. Also raised if `missing_ok`
+            is false, the task is not declared, and it has not requested samples yet.
     """
     if partition is None:
         return _NOTHING_CONSUMED
@@ -106,7 +106,7 @@ def _skipped_count(partition: Partition, task: TaskLedger) -> int:
 
 
 def _is_complete(partition: Partition, task: TaskLedger) -> bool:
-    """Whether no samples are left for a task. With rounds, only rounds that have begun are considered."""
+    """True if no samples are left for a task. If there are rounds, only those that have begun count."""
     if task.end is None:
         return partition.is_whole and task.backlog == 0 and task.leased_count == 0
     known_count = task.end.consumed_count + task.end.skipped_count
@@ -154,7 +154,7 @@ def summary_of(partition: Partition) -> PartitionSummary:
 def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
     """Return a consistent description of a partition, its fields, and its tasks.
 
-    Only the versions may be older, because they come from the last scan by `Backlogs.refresh`.
+    Only the versions can be out of date, because they come from the last scan by `Backlogs.refresh`.
     """
     with_versions = {task for _, task in tasks_with_versions(partition)}
     return PartitionDescription(
@@ -205,7 +205,7 @@ def status_of(
     Args:
         catalog: catalog that contains the partition.
         partition: partition that contains the task.
-        task: ledger of the task.
+        task: the task's ledger.
         backlog: the task's backlog as of the last scan.
         leases: leases to list, oldest first.
     """
@@ -253,7 +253,7 @@ def _step_times(by_rank: Mapping[int, StepTimes], dp_size: int) -> StepTimes | N
 
 
 def evicted_by(task: TaskLedger, after: int, limit: int) -> EvictedUnits:
-    """Return the units that a task's claims evicted after the given serial, as many as fit in one response.
+    """Return the units that a task's claims evicted after the given sequence number, limited to one response.
 
     Raises:
         InvalidArgumentError: `after` or `limit` is out of range.
@@ -268,7 +268,7 @@ def evicted_by(task: TaskLedger, after: int, limit: int) -> EvictedUnits:
 
 
 def _leases_of(task: TaskLedger) -> tuple[ClaimLease, ...]:
-    """Return the oldest leases of a task, oldest first."""
+    """Return a task's oldest leases, starting with the oldest."""
     now, leases = asyncio.get_running_loop().time(), list[ClaimLease]()
     for claim in islice(task.leases.values(), _MOST_LEASES):
         ago, left = now - claim.delivered_at, claim.deadline - now

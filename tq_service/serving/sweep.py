@@ -1,7 +1,8 @@
 """Sweeps, which scan all rows in a partition in short slices that leave time for other work.
 
-Several questions can share a sweep. The table is not pinned, so rows may be added, removed and moved between slices.
-Each slice is examined in its current state. A row that exists throughout the sweep is examined exactly once.
+One sweep can answer several questions. The table is not pinned, so rows can be added, removed and moved between slices.
+Each slice is examined in the state that it has at that moment. A row that exists throughout the sweep is examined
+exactly once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Question(Protocol):
     """A question about rows, answered by a sweep.
 
     Attributes:
-        cost: cost relative to a simple question. For example, a condition on text takes 0.1 us per row.
+        cost: cost of answering the question, relative to a simple one. For example, evaluating a condition on text
+            takes 0.1 us per row.
     """
 
     cost: int

@@ -48,7 +48,7 @@ class VersionWaits:
         self._end_error: Callable[[], TqError] | None = None
 
     def wake(self, policy: str) -> None:
-        """End all waits for versions that a policy has reached."""
+        """End all waits for versions of a policy that have been published."""
         for wait in self._waiting.get(policy, ()):
             if self.is_published(policy, wait.at_least) and not wait.reached.done():
                 wait.reached.set_result(None)
@@ -66,7 +66,7 @@ class VersionWaits:
         return known is not None and known.version >= at_least
 
     def claims(self, partition: Partition) -> list[ClaimRequest]:
-        """Return the claims on a partition that wait for a version, in order of arrival."""
+        """Return a partition's claims that are waiting for a version, in order of arrival."""
         return list(self._claims.get(partition, {}).values())
 
     async def until(
@@ -79,7 +79,7 @@ class VersionWaits:
         claim: tuple[Partition, ClaimRequest] | None = None,
         enders: Enders | None = None,
     ) -> Policy | None:
-        """Wait for a policy version and return the policy. Return None if the policy does not exist after the wait.
+        """Wait for a policy version. Return the policy, or None if it still does not exist when the wait ends.
 
         Args:
             policy: name of the policy.
@@ -87,11 +87,11 @@ class VersionWaits:
             deadline: end of the wait, in event-loop time.
             while_waiting: context manager that is active while the call waits.
             claim: partition and request of the waiting claim, or None if the call is not a claim.
-            enders: set of functions that end waiting calls with an error. During the wait, the set contains a function
-                for this call.
+            enders: set of functions that end waiting calls with an error. During the wait, the set also contains a
+                function that ends this call.
 
         Raises:
-            TqError: the wait was ended with an error.
+            TqError: the error that ended the wait.
         """
         loop = asyncio.get_running_loop()
         if self.is_published(policy, at_least) or loop.time() >= deadline:
@@ -120,7 +120,7 @@ class VersionWaits:
 
 
 def _remove(waits_by: dict[Any, dict[VersionWait, Any]], key: object, wait: VersionWait) -> None:
-    """Remove a wait. If no waits remain for its policy or partition, also remove the empty entry."""
+    """Remove a wait, and also remove the entry for its policy or partition if no other waits remain."""
     del waits_by[key][wait]
     if not waits_by[key]:
         del waits_by[key]

@@ -1,1 +1,1 @@
-"""State of the controller: rows, cells, groups, keys, custom_meta and task ledgers, without I/O or an event loop."""
+"""State of the controller (rows, cells, groups, keys, custom_meta, task ledgers), without I/O or an event loop."""

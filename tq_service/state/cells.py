@@ -62,8 +62,8 @@ class ColumnWrite:
 
     Attributes:
         spec: dtype, layout and row shape of the column.
-        extents: row sizes in each ragged dimension of `spec`, as an array of shape `(n, ragged dims)`, or None if the
-            column is not jagged.
+        extents: array of shape `(n, ragged dims)` with the size of each row in each ragged dimension of `spec`. None if
+            the column is not jagged.
         value_bytes: total size of the values in bytes.
     """
 
@@ -90,7 +90,7 @@ class ColumnWrite:
 
 
 def cells_of(slot: int, row_count: int) -> Indexes:
-    """Return the cell number of each row of the put in `slot`."""
+    """Return the cell numbers of the rows of the put that occupies `slot`."""
     first = slot << _SLOT_SHIFT
     return np.arange(first, first + row_count)
 
@@ -102,10 +102,10 @@ def slots_and_rows(cells: Indexes) -> tuple[Indexes, Indexes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRuns:
-    """Cell locations in sample order, as runs of consecutive rows. Fields with equal locations share an instance.
+    """Cell locations in sample order, as runs of consecutive rows. Fields with the same locations share one instance.
 
     Attributes:
-        field_names: fields whose cells have these locations.
+        field_names: names of the fields whose cells have these locations.
         puts: puts that contain the cells.
         put_indexes: for each run, the index of its put in `puts`.
         first_rows: for each run, the index of its first row within the put.
@@ -131,8 +131,8 @@ class CellRuns:
 class CellSet:
     """A set of cells in one put.
 
-    The set contains the cells of `field_names` in ascending `rows`. If `rows` is None, the set contains all cells that
-    the put originally contained.
+    The set contains the cells of the fields `field_names` in each row of `rows`. `rows` is in ascending order. If
+    `rows` is None, the set contains all cells that the put originally contained.
     """
 
     put: Put
@@ -141,7 +141,7 @@ class CellSet:
 
 
 Freed: TypeAlias = CellSet | Put
-"""Cells that no longer belong to any sample. If the value is a `Put`, all cells of the put have been freed."""
+"""Cells that no longer belong to any sample. A `Put` means that all of the put's cells have been freed."""
 
 
 def freed_cells(freed: Freed) -> CellSet:
@@ -151,7 +151,7 @@ def freed_cells(freed: Freed) -> CellSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellsSnapshot:
-    """A snapshot of a partition's cells: the puts, the cells of each field, and the extents of grown cells."""
+    """A snapshot of a partition's puts, of the cells of each field, and of the extents of grown cells."""
 
     puts: TableSnapshot
     cells: Mapping[str, ColumnSnapshot]
@@ -191,12 +191,12 @@ class Field:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether the field has cells with lengths (tensors with at least one dimension)."""
+        """Whether the field has any cells and these cells have lengths (tensors with at least one dimension)."""
         return self.produced_count > 0 and bool(self.spec.row_shape)
 
     @property
     def row_count(self) -> int:
-        """Number of rows that have a cell in the field."""
+        """Number of rows that have a cell for the field."""
         return self.produced_count
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
@@ -238,7 +238,7 @@ class Field:
 
 
 class SharedField(Field):
-    """A field in which the samples of a group share a cell. Methods that write cells take group slots instead of rows.
+    """A field in which the samples of a group share a cell. Methods that write cells expect group slots, not rows.
 
     Args:
         spec: initial spec of the field.
@@ -297,8 +297,8 @@ class CellTable:
         extents: extents of grown cells.
         write_once: names of fields whose cells can be written only once.
         shared: names of fields whose cells belong to groups. All shared fields are declared.
-        former_specs: last known specs of the fields that most recently lost all their cells. If a rank requests a batch
-            whose cells have been cleared, `former_specs` describes the batch's fields.
+        former_specs: last known specs of the fields whose last cells were most recently removed. If a rank requests a
+            batch whose cells have been cleared, `former_specs` describes the batch's fields.
     """
 
     __slots__ = (
@@ -365,10 +365,10 @@ class CellTable:
         return self.former_specs.get(name) or (None if field is None else field.spec)
 
     def sequence_fields(self, names: Iterable[str]) -> list[Field]:
-        """Return the named fields that contain one-dimensional tensors and are not declared as dense.
+        """Return those of the given fields that contain one-dimensional tensors and are not declared as dense.
 
-        A field may currently be dense only because all its cells happen to have equal lengths. Such fields are also
-        returned so that writing a cell of a different length does not change the result.
+        A field may be dense only because all its cells currently have equal lengths. Such fields are also returned, so
+        writing a cell of a different length does not change the result.
         """
         found = []
         for name in names:
@@ -446,7 +446,7 @@ class CellTable:
         return np.zeros(positions.size, np.int64) if field is None else np.maximum(field.lengths(positions), 0)
 
     def extent_counts(self, name: str, positions: Indexes) -> Indexes:
-        """Return the number of extents of each row's cell in a field, or 0 for a missing cell."""
+        """Return how many extents each row's cell in a field has, with 0 for a missing cell."""
         field = self.fields.get(name)
         if field is None:
             return np.zeros(positions.size, np.int64)
@@ -586,7 +586,7 @@ class CellTable:
         return self._count_off(forgotten)
 
     def _count_off(self, forgotten: Iterable[tuple[str, Indexes]]) -> list[Freed]:
-        """Subtract the given cells from the cell counts of their puts. Return these cells, grouped by put."""
+        """Decrease the cell counts of the puts that contain the given cells. Return these cells, grouped by put."""
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put = self.puts.get(slot)
@@ -595,7 +595,7 @@ class CellTable:
         return freed
 
     def count_of_runs(self, positions: Indexes, most: int) -> int:
-        """Return how many leading rows fit in at most `most` runs per field.
+        """Return how many leading rows can be covered with at most `most` runs per field.
 
         A run consists of consecutive rows in one put. Position -1 denotes a missing row.
         """
@@ -609,9 +609,9 @@ class CellTable:
         return min(positions.size, int(np.searchsorted(heads, most)) + 1)
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
-        """Return the cell locations of the named fields, with one entry for all fields that have the same locations.
+        """Return the cell locations of the named fields. Fields with the same locations share one entry.
 
-        A field is omitted if any of the rows has no cell in that field.
+        A field is omitted unless every row has a cell in that field.
         """
         alike: dict[bytes, tuple[Indexes, Extents | None, list[str]]] = {}
         for name in names:
@@ -703,14 +703,14 @@ def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
 
 
 def _of_puts(cells: Indexes, is_meant: NDArray[np.bool_]) -> Indexes:
-    """Return the cells that have not grown and whose put slots are selected by the mask."""
+    """Return the cells that have not grown and are in put slots selected by the mask."""
     cells = cells[plain(cells)]
     meant: Indexes = cells[is_meant[cells >> _SLOT_SHIFT]]
     return meant
 
 
 def _by_put(cells_of_fields: Iterable[tuple[str, Indexes]]) -> dict[int, dict[bytes, list[str]]]:
-    """Group cells by put slot and, within each put, by set of rows.
+    """Group fields by put slot and by the set of rows that their cells occupy in the put.
 
     Each set of rows maps to the names of fields whose cells occupy exactly these rows of the put.
     """
@@ -733,8 +733,8 @@ class PutTable(SlotTable):
 
     Attributes:
         used_bytes: approximate size of all cells in bytes. Only the storage service records the size of each cell. When
-            a cell is freed, the table therefore subtracts the field's mean cell size in that put. When a put's last
-            cell is freed, the table subtracts the put's remaining bytes.
+            a cell is freed, the table therefore subtracts the mean size of the field's cells in that put. When a put's
+            last cell is freed, the table subtracts the put's remaining bytes.
     """
 
     __slots__ = ("_bytes", "_cell_bytes", "_cells", "_made", "used_bytes")
@@ -779,7 +779,7 @@ class PutTable(SlotTable):
         return put
 
     def count_off(self, slot: int, counts: Iterable[tuple[str, int]]) -> bool:
-        """Subtract each field's freed cells from a put's cell count and size. Return whether the put is now empty."""
+        """Subtract the fields' freed cells from a put's cell count and size. Return whether the put is now empty."""
         cells_left, bytes_left, gone_bytes = int(self._cells[slot]), int(self._bytes[slot]), 0.0
         for field_name, count in counts:
             cells_left -= count
@@ -810,7 +810,7 @@ def _replaces_all(field: Field, positions: Indexes) -> bool:
 
 
 def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldSpec:
-    """Widen a field's spec to fit the rows of a column. Raise FieldMismatchError if the column does not fit.
+    """Widen a field's spec to fit the rows of a column. Raise FieldMismatchError if this is impossible.
 
     Args:
         known: current spec of the field, or the declared spec if the field is empty.
@@ -841,7 +841,7 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         hint = "put rows with the same number of dimensions in every put: only scalars (n,), or only rows (n, 1)"
         raise _mismatch(known, new, hint)
     if layout is Layout.JAGGED and not shape:
-        raise _mismatch(known, new, "put rows of one or more dimensions, or declare the field as dense for scalars")
+        raise _mismatch(known, new, "put rows of one or more dimensions, or declare the field as dense to put scalars")
     widened = tuple(a if a == b else -1 for a, b in zip(shape, given, strict=True))
     if layout is Layout.DENSE and (new.layout is Layout.JAGGED or widened != given):
         raise _mismatch(known, new, "put rows of one shape, or declare the field as auto or jagged")
@@ -868,7 +868,7 @@ def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError
 
 @dataclass(slots=True)
 class _MetaStore:
-    """The typed and JSON values of a custom_meta column. An attribute is None until a value of that type is written."""
+    """The typed and JSON values of a custom_meta column. An attribute is None until a value of its type is written."""
 
     values: Column | None = None
     present: Column | None = None
@@ -893,8 +893,8 @@ class CustomMeta:
     def kinds(self) -> dict[str, str]:
         """Kinds of the custom_meta columns, by column name and in order of first use.
 
-        A column's kind is the NumPy kind of its typed values (`i`, `f`, `b` or `O`), if it has any. The suffix `J` is
-        added if some values are JSON.
+        If a column has typed values, its kind is their NumPy kind (`i`, `f`, `b` or `O`). The suffix `J` is added if
+        some values are JSON.
         """
         return {name: stored.kind + _JSON * (stored.json is not None) for name, stored in self._columns.items()}
 
@@ -991,7 +991,7 @@ class CustomMeta:
         return [column for column in columns if column is not None and column.has_value.any()]
 
     def holds(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return two masks: rows that satisfy a condition, and rows with a typed value in the condition's column."""
+        """Return a mask of the rows that satisfy a condition, and one of the rows with a typed value in its column."""
         values, present = self.typed(condition.column, rows)
         holds = np.zeros(present.size, np.bool_)
         if present.any():
@@ -1019,7 +1019,7 @@ class CustomMeta:
         return texts
 
     def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-        """Return the arrays of a column's typed values and presence flags, or None if there are no typed values."""
+        """Return a column's typed values and presence flags as arrays, or None if the column has no typed values."""
         stored = self._columns.get(name)
         if stored is None or stored.values is None or stored.present is None:
             return None

@@ -16,11 +16,11 @@ class Evicted:
     """The units (single samples, rollouts or groups) that a claim evicts in one change.
 
     Attributes:
-        rows: global indexes of the samples, sorted by unit.
+        rows: global indexes of the evicted samples, one unit after another.
         sizes: number of samples in each unit, as an array of shape `(units,)`.
         reasons: array of shape `(units,)` with the `EvictionCode` of each unit.
         is_group: mask of shape `(units,)` that selects groups and rollouts rather than single samples.
-        unit: kind of every unit that is not a single sample: "group" or "rollout".
+        unit: kind of the units that are not single samples: "group" or "rollout".
     """
 
     rows: Indexes

@@ -20,7 +20,7 @@ from tq_service.state.plan import Indexes
 from tq_service.state.table import SlotTable
 
 GROWN: Final = 1 << 62
-"""Flag bit of a grown cell. The other bits are the slot of the cell's last extent. Other cells have lower numbers."""
+"""Flag bit of a grown cell. The other bits hold the slot of the cell's last extent. Other cells have lower numbers."""
 
 MOST_EXTENTS: Final = 1024
 """Maximum number of extents per cell. The limit exists because a read must list every extent of each cell."""
@@ -33,7 +33,7 @@ class Extents:
     """The extents of several cells, sorted by cell and then by offset. Each array has shape `(extents,)`.
 
     Attributes:
-        owners: position of each extent's cell in the array of cells, in ascending order.
+        owners: for each extent, the position of its cell in the array of cells. The positions are in ascending order.
         slots: slot of each extent in the extent table, or -1 for the only extent of a cell that has not grown.
         cells: put and row of each extent, encoded like a cell that has not grown.
     """
@@ -80,7 +80,7 @@ class Chains:
 
 
 class ExtentTable(SlotTable):
-    """The extents of all grown cells in a partition. Each extent has one slot, which also stores the field name."""
+    """The extents of all grown cells in a partition. Each extent occupies a slot, which also stores the field name."""
 
     __slots__ = ("_cell", "_depth", "_end", "_previous")
 
@@ -101,7 +101,7 @@ class ExtentTable(SlotTable):
         return not self.is_empty and bool((cells >= GROWN).any())
 
     def lengths(self, extents: Extents) -> Indexes:
-        """Return the length of each extent, or `WHOLE_EXTENT` for a cell that has not grown."""
+        """Return the length of each extent, or `WHOLE_EXTENT` for the extent of a cell that has not grown."""
         slots = extents.slots
         previous = self._previous[slots]
         starts = np.where(previous == _NONE, 0, self._end[previous])
@@ -135,7 +135,7 @@ class ExtentTable(SlotTable):
         return slots
 
     def truncate(self, name: str, cells: Indexes, lengths: Indexes) -> tuple[Indexes, Indexes]:
-        """Truncate cells of a field. Return the new cell numbers, and the removed extents as cells in puts.
+        """Truncate cells of a field. Return the new cell numbers, and the removed extents encoded as cells in puts.
 
         Each length must be at least 1 and less than the current length of its cell.
         """
@@ -156,7 +156,7 @@ class ExtentTable(SlotTable):
         return GROWN + last, freed
 
     def release(self, cells: Indexes) -> Indexes:
-        """Remove the extents of grown cells and return them as cells in puts. Return all other cells unchanged."""
+        """Remove the extents of grown cells, and return each as a cell in a put. Return other cells unchanged."""
         if not self.has(cells):
             return cells
         extents = self.chains.resolve(cells)

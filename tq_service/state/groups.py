@@ -39,8 +39,8 @@ Part: TypeAlias = tuple[dict[str, int], Collection[str], Any]
 class NameIndex(Collection[str]):
     """A mapping from names to integers.
 
-    When a dict grows, it rehashes all its names at once, which is slow for a large dict. Large numbers of names are
-    therefore distributed by hash over many dicts of unequal sizes, which grow at different times.
+    When a dict grows, it rehashes all its names at once, which is slow for a large dict. If there are many names, they
+    are therefore distributed by hash over many dicts. The dicts have unequal sizes, so they grow at different times.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class NameIndex(Collection[str]):
         return itertools.chain(*self._dicts)
 
     def find(self, names: Sequence[str]) -> Indexes:
-        """Return an array of shape `(n,)` with the number of each name, or -1 for an unknown name."""
+        """Return an array of shape `(n,)` that contains the number of each name, or -1 for unknown names."""
         numbers = np.full(len(names), -1, np.int64)
         for known, some, positions in self._parts(names):
             if not known.keys().isdisjoint(some):  # halves the time if all names are new
@@ -65,7 +65,7 @@ class NameIndex(Collection[str]):
         return numbers
 
     def add(self, names: Sequence[str], numbers: Indexes) -> None:
-        """Add new names, and map each to the corresponding number in an array of shape `(n,)`."""
+        """Add new names, each with its number from `numbers`, an array of shape `(n,)`."""
         if len(self._dicts) == 1 and len(self._dicts[0]) + len(names) > _MOST_IN_ONE_DICT:
             (known,) = self._dicts
             self._dicts = [{} for _ in range(_PART_COUNT)]
@@ -91,7 +91,7 @@ class NameIndex(Collection[str]):
             yield
 
     def _parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield each dict that applies to some names, together with these names and their positions in `names`."""
+        """Yield each dict that covers some of the names, along with those names and their positions in `names`."""
         if len(self._dicts) == 1:
             yield self._dicts[0], names, slice(None)
         elif len(names) <= _FEW:
@@ -161,7 +161,7 @@ class CheckedNames:
     def of(cls, given: Sequence[str], known: NameIndex, members: Column) -> CheckedNames:
         """Look up the group or rollout names of new samples. A sample without a name is represented by "".
 
-        The column `members` contains the number of members of the group or rollout in each slot.
+        For each slot, the column `members` contains the member count of its group or rollout.
         """
         names = list(filter(None, dict.fromkeys(given)))
         code_of = dict(zip(names, itertools.count()))
@@ -211,7 +211,7 @@ class CheckedGroups:
         return ~has_begun
 
     def count_units(self, unit: BatchUnit, samples: Indexes) -> int:
-        """Return the number of units formed by the given new samples."""
+        """Return the number of units that the given new samples form."""
         if unit == "sample":
             return samples.size
         ids, rollout_count = -2 - samples, 0
@@ -289,7 +289,7 @@ class GroupTable:
         return slots
 
     def outermost(self, slots: Indexes) -> Indexes:
-        """Replace the slot of each rollout with the slot of its group. Group slots are returned unchanged."""
+        """Replace each rollout's slot with its group's slot. Group slots are returned unchanged."""
         parents = self.parent[slots]
         return np.where(parents < 0, slots, parents)
 
@@ -330,7 +330,8 @@ class GroupTable:
         Args:
             groups: group of each sample, or "" for a sample that has no group or belongs to its rollout's group.
             group_size: declared size of new groups, or 0 if the size is unknown.
-            rollouts: rollout of each sample, or "" for no rollout. The sequence is empty if no sample has a rollout.
+            rollouts: rollout of each sample, or "" for a sample that has no rollout. The sequence is empty if no sample
+                has a rollout.
 
         Raises:
             InvalidArgumentError: a group's size or a rollout's group differs from the value in an earlier put, or
@@ -351,7 +352,7 @@ class GroupTable:
         return CheckedGroups(groups=named, rollouts=named_rollouts, group_codes=codes)
 
     def _check_sizes(self, named: CheckedNames, counts: Indexes, group_size: int) -> None:
-        """Raise an error if a group cannot accept `counts` more samples and rollouts."""
+        """Raise an error if `counts` contains more new samples and rollouts than a group can accept."""
         names, slots = named.names, named.slots
         if group_size:
             too_many = np.flatnonzero((slots < 0) & (counts > group_size))
@@ -379,8 +380,8 @@ class GroupTable:
     ) -> tuple[Indexes, Indexes]:
         """Validate the rollouts of new samples against their groups.
 
-        Return two arrays: `CheckedGroups.group_codes`, and the group codes of new rollouts and of samples without a
-        rollout.
+        Return two arrays. The first is `CheckedGroups.group_codes`. The second contains the group codes of new rollouts
+        and of samples without a rollout.
 
         Raises:
             PreconditionError: a rollout is closed.
@@ -405,8 +406,8 @@ class GroupTable:
             if groups[sample] and groups[sample] != expected[code]:
                 where = f"group {expected[code]!r}" if expected[code] else "no group"
                 raise InvalidArgumentError(
-                    f"rollout {rollouts.names[code]!r} is in {where}, got group {groups[sample]!r}; the group of a "
-                    f"rollout is set by its first sample. Pass the same group, or none, for the other samples",
+                    f"got group {groups[sample]!r} for rollout {rollouts.names[code]!r}, which is in {where}; the "
+                    f"first sample of a rollout sets its group. Pass the same group, or none, for the other samples",
                     field="groups",
                 )
         group_of = np.where(has_begun, NO_GROUP, named.codes[first])
@@ -415,7 +416,7 @@ class GroupTable:
         return codes, np.concatenate([named.codes[rollouts.codes < 0], group_of[~has_begun]])
 
     def add(self, checked: CheckedGroups, group_size: int, rows: slice) -> None:
-        """Add new rows to their groups and rollouts. `checked` is the result of `check`."""
+        """Add new rows to the groups and rollouts in `checked`, the result of `check`."""
         slots, codes = self._slots_for(checked.groups, self.slot_of), checked.group_codes
         of_rows = np.append(slots, NO_GROUP)[codes]  # as an index, NO_GROUP (-1) selects the last element
         indexes, rollouts = self._index[rows], checked.rollouts
@@ -445,7 +446,7 @@ class GroupTable:
         return CheckedNames.of(names, self.slot_of, self.members)
 
     def open(self, named: CheckedNames) -> Indexes:
-        """Return the slots of the named groups. Missing groups are created without members."""
+        """Return the slots of the named groups. Groups that do not exist yet are created without members."""
         return self._slots_for(named, self.slot_of)
 
     def without_members(self) -> Indexes:
@@ -469,7 +470,7 @@ class GroupTable:
         return slots
 
     def _add_members(self, slots: Indexes, indexes: Indexes) -> None:
-        """Count rows as members of groups or rollouts. `slots` contains the group or rollout slot of each row."""
+        """Add rows to the member counts of groups or rollouts. `slots` contains each row's group or rollout slot."""
         fresh = self.first[slots] < 0
         self.first.write(
             slots[fresh][::-1], indexes[fresh][::-1]
@@ -525,7 +526,7 @@ class GroupTable:
         return np.concatenate(found)
 
     def close(self, slots: Indexes) -> None:
-        """Close groups and rollouts to new members."""
+        """Close groups and rollouts, so that they accept no new members."""
         slots = distinct(slots, self.slots.count)
         self._count_not_open(slots)
         self.closed.write(slots, True)
@@ -536,13 +537,16 @@ class GroupTable:
         self.close(slots[slots >= 0])
 
     def _count_not_open(self, slots: Indexes) -> None:
-        """Subtract the open rollouts among `slots` from the open rollout counts of their groups."""
+        """Reduce each group's open rollout count by the number of its open rollouts in `slots`."""
         if self.has_rollouts:
             parents = self.parent[slots]
             self.open_rollouts.add(parents[(parents >= 0) & (parents != slots) & ~self.closed[slots]], -1)
 
     def count_failed(self, rows: slice | Indexes, by: int) -> None:
-        """Count rows as failed and close their rollouts. If `by` is -1, only reduce the counts of failed rows."""
+        """Count rows as failed and close their rollouts.
+
+        If `by` is -1, reduce the counts of failed rows without changing any rollouts.
+        """
         self.failed.add(self._slots_of(rows), by)
         if by > 0 and self.has_rollouts:
             self.close_rollouts_of(rows)
@@ -567,7 +571,7 @@ class GroupTable:
         self.slots.free_slots(empty)
 
     def _slots_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the group slots and rollout slots of the rows, with one slot per membership."""
+        """Return the rows' group and rollout slots, with one entry per membership."""
         slots = self._members[rows]
         of_groups: Indexes = slots[slots >= 0]
         if not self.has_rollouts:
@@ -594,8 +598,8 @@ class UnitCount:
         unit: "group" or "rollout".
 
     Attributes:
-        count: number of groups or rollouts with a row in the set. Each row in the set that has no group or rollout adds
-            one to the count.
+        count: number of groups or rollouts that have at least one row in the set. Each row in the set that belongs to
+            no group or rollout counts as one.
     """
 
     def __init__(self, groups: GroupTable, unit: BatchUnit) -> None:

@@ -4,15 +4,15 @@ The `claim` column stores the status of each row:
 
 - 0: the row is claimable.
 - 1: the row was consumed in an earlier epoch.
-- n (3 or more): the claim with serial n consumed the row. Either the row was delivered without a lease, or its delivery
-  was acknowledged.
+- n (3 or more): the claim with serial n consumed the row. Either the claim had no lease, or the row's delivery was
+  acknowledged.
 - -n: the claim with serial n has leased the row, and the delivery has not been acknowledged.
 - -1: the row is dead-lettered because it was delivered too many times without being acknowledged.
-- -2: the row is dropped because a plan permanently excluded it from a batch.
+- -2: the row is dropped because a plan permanently excluded it.
 
-For tasks that accept only complete groups, the `skipped` column marks claimable rows (0) whose group has permanently
-lost a member. Skipped rows are not pending. Samplers still see skipped rows, so a task that accepts incomplete groups
-can claim them.
+For tasks that accept only complete groups, the `skipped` column marks the claimable rows (0) of groups that have
+permanently lost a member. Skipped rows are not pending. Samplers still see skipped rows, so a task that accepts
+incomplete groups can claim them.
 
     0 --deliver----------------------------------------------> n    (nack of a claim without a lease: back to 0)
     0 --deliver with a lease--------> -n --ack, row closed---> n
@@ -28,7 +28,7 @@ ledger limits the number of separate records and drops the oldest ones first.
 
 Methods that change the ledger neither validate their arguments nor read a clock. Callers resolve and validate the
 arguments beforehand, so a claim has the same effect when it is replayed from the log. The service instance that serves
-the partition runs the lease timers. When a lease expires, the service instance applies a change to the ledger.
+the partition runs the lease timers. When a lease expires, this instance commits a change that updates the ledger.
 """
 
 from __future__ import annotations
@@ -132,13 +132,13 @@ _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastName:
-    """The record of a claim name that does not refer to an existing claim.
+    """The record of a claim name that has no claim.
 
     Either the call with this claim name reported the end of the data, or the claim with this name was lost.
 
     Attributes:
-        end: the sample counts that the call returned at the end of the data, or None if the call returned a claim.
-        loss: the reason why the claim was lost, or None if the call reported the end of the data.
+        end: sample counts returned by the call that reported the end of the data, or None if the call returned a claim.
+        loss: the reason the claim was lost, or None if the call reported the end of the data.
     """
 
     end: EndCounts | None = None
@@ -160,11 +160,10 @@ class RecordedPlan:
         steps: steps of each rank (see `RankPlan`), or empty if the sampler returned none.
         micro_batch_size: number of samples per micro-batch in a plan without steps, or None for one micro-batch per
             rank.
-        consumed: global indexes of the consumed samples (see `Plan`). None means that the plan consumes all its
-            samples.
+        consumed: global indexes of the consumed samples (see `Plan`). None if the plan consumes all its samples.
         dropped: for each rank, global indexes of the dropped samples (see `RankPlan`), or empty if no samples are
             dropped.
-        totals: totals of each step, summed over all ranks, or empty for a queue worker.
+        totals: each step's totals over all ranks, or empty for a queue worker's plan.
         summed: names of the columns that are summed in `totals`.
     """
 
@@ -266,23 +265,23 @@ class Claim:
         name: claim name that the queue worker passed, or empty for an unnamed claim.
         batch_spec: arguments that must be equal in the requests of all ranks, or in all calls with this claim name.
             None for an unnamed claim.
-        lease: terms of the lease, which are kept after the lease ends. None means that the delivery requires no
+        lease: terms of the lease, even if the lease has ended. None means that the delivery requires no
             acknowledgement.
-        delivery_counts: number of leased deliveries of each sample, including this one, or None if the claim has no
-            lease.
+        delivery_counts: number of times that each sample has been delivered with a lease, including this delivery. None
+            if the claim has no lease.
         returned: global indexes of the samples that were acknowledged without being consumed, or None if there are
             none.
         remaining: number of samples in the claim that are neither cleared nor released. If the claim has no lease and
             its plan may deliver samples without consuming them, `remaining` is the number of consumed samples.
         leased_count: number of samples that are still leased. Acknowledged, failed, cleared and released samples are no
             longer leased.
-        deadline: expiry time of the lease on the event loop's clock. The lease timer sets the deadline, except during
-            replay.
+        deadline: time at which the lease expires, on the event loop's clock. The lease timer sets the deadline, except
+            during replay.
         delivered_at: time on the event loop's clock when the lease first began in this service instance. The lease
             timer sets `delivered_at`.
-        answer_count: number of calls that this service instance answered with the claim. If the client disconnects
-            before it receives the response, the service releases the claim, unless a retry has received the same
-            response.
+        answer_count: number of calls to which this service instance returned the claim. If the client disconnects
+            before it receives the response, and no retry has received the same response, the service releases the
+            claim.
     """
 
     serial: int
@@ -307,15 +306,15 @@ class Claim:
 
     @property
     def goes_with_rows(self) -> bool:
-        """Whether the claim's rows are marked with its serial.
+        """Whether rows of the claim are marked with the claim's serial number.
 
-        If true, the ledger drops the claim when the claim's last row is removed.
+        If true, the ledger drops the claim when its last row is removed.
         """
         return self.lease is not None or not self.plan.is_reusing
 
     @property
     def may_change(self) -> bool:
-        """Whether encoded attributes of the claim may still change."""
+        """Whether the claim's encoded attributes can still change."""
         return self.lease is not None or self.plan.is_reusing
 
     @property
@@ -331,13 +330,14 @@ class Claim:
 class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
     """Request ids of released and expired claims, oldest first. Late GetMeta calls with these ids are rejected.
 
-    Each request id maps to a tuple: the claim's end time, and whether the lease on any of the claim's samples expired.
+    Each value is a tuple of the claim's end time and a flag, which is True if the lease on any of the claim's samples
+    expired.
     """
 
     def add(self, request_id: bytes, at_seconds: float, *, is_expired: bool) -> None:
         """Add the request id of a claim that ended at `at_seconds`, and remove old ids.
 
-        `at_seconds` must not decrease from one call to the next.
+        `at_seconds` must never decrease between calls.
         """
         self[request_id] = (at_seconds, is_expired or self.has_expired(request_id))
         self.move_to_end(request_id)
@@ -361,9 +361,9 @@ class TaskTotals:
         expired: number of samples whose lease expired.
         dead_lettered: number of samples that were dead-lettered when their lease expired.
         unmatched: number of units evicted because a claim's `where` condition excluded them.
-        too_small: number of groups evicted because too few members were left.
+        too_small: number of groups evicted because they had too few members left.
         late: number of samples and groups evicted because they would have become too stale.
-        overflow: number of samples and groups that were cleared to make space for new ones.
+        overflow: number of samples and groups cleared to make room for new ones.
     """
 
     delivered: int = 0
@@ -385,32 +385,33 @@ class TaskFacts:
         consumed_count: number of rows consumed in this epoch, including leased rows and rows that have been cleared
             since.
         kept_count: number of rows that were consumed in earlier epochs and remained consumed after the last reset.
-        backlog: number of live or held rows that are neither consumed, dead-lettered, dropped nor skipped.
+        backlog: number of live or held rows that are not consumed, dead-lettered, dropped or skipped.
         skipped_count: number of live or held rows that are skipped.
-        kept_groups: how the last request kept groups together. The value is `KEPT_ROLLOUTS` for rollouts, 0 for named
-            groups, or the block length if blocks of rows replace named groups. None means that the request accepted
-            single samples or incomplete groups, or that no request has been made in this epoch.
+        kept_groups: what the last request kept together. The value is `KEPT_ROLLOUTS` for rollouts, 0 for named groups,
+            or the block length if blocks of rows replace named groups. The value is None if the request accepted single
+            samples or incomplete groups, or if no request has been made in this epoch.
         dead_lettered_count: number of rows dead-lettered in this epoch, including rows that have been cleared since.
         dropped_count: number of rows dropped by plans in this epoch, including rows that have been cleared since.
-        last_forgotten: highest batch_index whose record was dropped before its rows were removed, or -1 if there is
-            none.
+        last_forgotten: highest batch_index for which the record was dropped before the rows were removed, or -1 if
+            there is none.
         serial: serial number of the latest claim.
-        trained: batch_index of the last trained batch, or -1 if no batch has been trained. All earlier batches are also
-            trained.
+        trained: batch_index of the last batch that has been trained on, or -1 if there is none. All earlier batches
+            have been trained on as well.
         saved: batch_index of the last batch covered by a trainer checkpoint, or -1 if no batch is covered. The
             checkpoint also covers all earlier batches.
-        delivered_units: number of units in each of the latest batches that still occupy capacity. The tuple is empty if
-            the admission frees capacity on delivery.
-        done_units: number of units that occupy capacity until the next publication: acknowledged units, and units
-            delivered to queue workers without a lease.
-        unmatched_count: number of units evicted in all epochs because a claim's `where` condition excluded them.
-        too_small_count: number of groups evicted in all epochs because too few members were left.
-        late_count: number of samples and groups evicted in all epochs because they would have become too stale.
+        delivered_units: for each of the latest batches that still occupy capacity, the number of its units. The tuple
+            is empty if the admission frees capacity on delivery.
+        done_units: number of units that occupy capacity until the next publication. These are acknowledged units, and
+            units delivered to queue workers without a lease.
+        unmatched_count: total number of units, across all epochs, that were evicted because a claim's `where` condition
+            excluded them.
+        too_small_count: number of groups evicted because too few members were left, summed over all epochs.
+        late_count: total number of samples and groups, across all epochs, that were evicted because they would have
+            become too stale.
         overflow_count: number of samples and groups that were cleared in all epochs to make space for new ones.
-        delivered_count: number of sample deliveries in all epochs, including redeliveries but excluding released
-            deliveries.
-        refilled_count: number of times, in all epochs, that the task made a row claimable again to replace an evicted
-            unit.
+        delivered_count: number of sample deliveries in all epochs. Redeliveries are included, but deliveries that were
+            released are not.
+        refilled_count: how often, in all epochs, the task made a row claimable again to replace an evicted unit.
         released: last batch_index in this epoch whose samples may have been released, or -1 if there is none.
     """
 
@@ -442,13 +443,16 @@ class TaskFacts:
 
     @property
     def evicted_count(self) -> int:
-        """Number of units evicted in all epochs."""
+        """Total number of units evicted across all epochs."""
         return self.unmatched_count + self.too_small_count + self.late_count + self.overflow_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSnapshot:
-    """A snapshot of a task without its columns. `TaskLedger.restore` recounts the remaining rows of each claim."""
+    """A task's snapshot, which excludes the task's columns.
+
+    `TaskLedger.restore` recounts the remaining rows of each claim.
+    """
 
     facts: TaskFacts
     batches: list[Claim] = field(default_factory=list)
@@ -463,28 +467,28 @@ class TaskSnapshot:
 class TaskLedger(TaskFacts):
     """The progress of one task: its claims, leases, current epoch and end of data.
 
-    The ledger drops a claim's record when the claim's last row is removed, so memory use is bounded by the number of
-    stored samples. Two kinds of records are kept longer. If a rank received no samples in a short batch, the batch's
-    record is kept because the rank may still request the batch. A claim's record is also kept if other claims may
-    receive its rows again. The number of records of each kind is limited.
+    The ledger drops a claim's record once the last of the claim's rows is removed, so memory use is bounded by the
+    number of stored samples. Two kinds of records are kept longer. If a rank received no samples in a short batch, the
+    batch's record is kept because the rank may still request the batch. A claim's record is also kept if the claim's
+    rows can be delivered again to other claims. The number of records of each kind is limited.
 
     Other modules may read the attributes of the ledger and of `TaskFacts`, but must not change them.
 
     Attributes:
-        claim: status of each row (see the module docstring).
-        deliveries: number of leased deliveries of each row in this epoch since its last acknowledgement.
+        claim: for each row, its status in this task (see the module docstring).
+        deliveries: for each row, the number of leased deliveries in this epoch since the row was last acknowledged.
         uses: number of times each row was delivered without being consumed. A leased delivery is counted when it is
             acknowledged.
-        skipped: whether each row is skipped (see the module docstring).
+        skipped: for each row, whether it is skipped (see the module docstring).
         refills: for each row, the number of times in this epoch that the row was made claimable again to replace an
-            evicted unit. The value is negative if the row becomes claimable only when its current worker acknowledges
-            it.
-        batches: recorded batches by batch_index, in ascending order. The mapping includes a limited number of batches
-            without rows.
+            evicted unit. A negative value means that the row is leased and becomes claimable only when its worker
+            acknowledges it.
+        batches: mapping from batch_index to recorded batch, in ascending order. The mapping includes a limited number
+            of batches without rows.
         claims: claims of queue workers, by request_id.
         leases: claims of queue workers that still have leased samples, by request_id and in delivery order.
         names: request_id of each named claim, by claim name.
-        past_names: claim names that do not refer to a claim, oldest first.
+        past_names: claim names without a claim (see `PastName`), oldest first.
         ended: request ids of released and expired claims.
         evicted: units most recently evicted by the task's claims, in any epoch, oldest first.
         totals: counters for all epochs since this process started.
@@ -515,7 +519,7 @@ class TaskLedger(TaskFacts):
             outstanding.recount(self, table.count)
 
     def _forget_records(self) -> None:
-        """Drop all records of batches and claims when an epoch starts."""
+        """Drop all records of batches and claims at the start of an epoch."""
         self.batches: dict[int, Claim] = {}
         self.claims: dict[bytes, Claim] = {}
         self.leases: dict[bytes, Claim] = {}
@@ -558,7 +562,7 @@ class TaskLedger(TaskFacts):
         )
 
     def restore(self, snapshot: TaskSnapshot) -> None:
-        """Load the facts and records of a snapshot into a new task. The columns must have been restored already."""
+        """Restore a new task's facts and records from a snapshot. The columns must have been restored already."""
         for each in fields(TaskFacts):
             setattr(self, each.name, getattr(snapshot.facts, each.name))
         self.ended.update(snapshot.ended)
@@ -677,10 +681,10 @@ class TaskLedger(TaskFacts):
     # Claims
 
     def using_up(self, plan: RecordedPlan, max_uses: int) -> RecordedPlan:
-        """Return a copy of the plan that consumes each sample on the last of its `max_uses` uses.
+        """Return a copy of the plan that consumes each sample that reaches `max_uses` uses with this plan.
 
         The copy also consumes the samples that the sampler listed as consumed. If `max_uses` is 1, the copy consumes
-        only the listed samples or, without a list, all samples.
+        only the listed samples or, if there is no list, all samples.
         """
         if max_uses == 1:
             spent = plan.rows if plan.consumed is None else plan.consumed
@@ -762,11 +766,11 @@ class TaskLedger(TaskFacts):
         return None if self.outstanding is None else self.outstanding.count(self)
 
     def _followed(self, positions: Indexes) -> AbstractContextManager[None]:
-        """Return a context manager that updates the number of outstanding units if its block changes the given rows."""
+        """Return a context manager that updates `outstanding_count` if the `with` block changes the given rows."""
         return _NOT_FOLLOWED if self.outstanding is None else self.outstanding.following(self, positions)
 
     def _count_delivered(self, outstanding: Outstanding, positions: Indexes, *, is_batch: bool) -> None:
-        """Count delivered rows that occupy capacity until the admission frees that capacity."""
+        """Count the capacity that delivered rows occupy until the admission frees it."""
         admission, given_back = outstanding.admission, outstanding.admission.given_back
         if given_back != "delivered" and is_batch:
             # If staleness is bounded, a short batch occupies as much capacity as a full global batch.
@@ -817,7 +821,7 @@ class TaskLedger(TaskFacts):
         self._remember(name, PastName(end=end))
 
     def _lose_name(self, claim: Claim, loss: Loss) -> None:
-        """Record that the claim was lost, if its claim name still refers to it."""
+        """If the claim's name still refers to the claim, record that the claim was lost."""
         if self.names.get(claim.name) == claim.request_id:
             del self.names[claim.name]
             self._remember(claim.name, PastName(loss=loss))
@@ -843,7 +847,7 @@ class TaskLedger(TaskFacts):
             self.consumed_count += positions.size
 
     def _keep_reusing(self, claim: Claim) -> None:
-        """Keep the record of a claim with reusable rows. If a limit is exceeded, drop the oldest records."""
+        """Keep the record of a claim whose rows can be reused. If a limit is exceeded, drop the oldest records."""
         self._reusing[claim.serial] = claim
         self._reusing_row_count += claim.rows.size
         while len(self._reusing) > 1 and (
@@ -861,14 +865,14 @@ class TaskLedger(TaskFacts):
             self._give_back_trained()
 
     def give_back_published(self) -> None:
-        """Free the capacity of trained and acknowledged units after the version trained on them is published."""
+        """When a version is published, free the capacity of the trained and acknowledged units."""
         self._give_back_trained()
         self.done_units = 0
 
     def unpublished_count(self, trained: int = -1) -> int:
         """Return the number of trained batches that still occupy capacity.
 
-        Batches up to `trained` count as trained even if they have not been recorded as trained.
+        Batches up to `trained` count as trained, even if the ledger has not recorded this yet.
         """
         first_index = self.next_batch_index - len(self.delivered_units)
         return min(max(0, max(self.trained, trained) + 1 - first_index), len(self.delivered_units))
@@ -898,7 +902,7 @@ class TaskLedger(TaskFacts):
     def ack(self, claim: Claim, positions: Indexes) -> Indexes:
         """Acknowledge leased rows. Return the rows that can be claimed again.
 
-        Acknowledging a row consumes it, drops it, or only counts its use.
+        An acknowledgement either consumes a row, drops it, or only counts its use.
         """
         with self._followed(positions):
             consumed, returned = self._ack(claim, positions)
@@ -977,7 +981,7 @@ class TaskLedger(TaskFacts):
         self.backlog += int(np.count_nonzero(is_open(states)))
 
     def _count_leased(self, claim: Claim, count: int) -> None:
-        """Add `count`, which may be negative, to the leased row counts of the task and the claim."""
+        """Add `count`, which may be negative, to the numbers of rows leased by the task and by the claim."""
         self.leased_count += count
         claim.leased_count += count
         if not claim.leased_count:
@@ -986,7 +990,7 @@ class TaskLedger(TaskFacts):
             self.leases[claim.request_id] = claim
 
     def _lose(self, claim: Claim, count: int) -> None:
-        """Update the counts of the task and a claim after the claim stops consuming or leasing `count` rows."""
+        """Update the counts of the task and a claim after the claim gives up `count` consumed or leased rows."""
         if claim.lease is not None:
             self._count_leased(claim, -count)
         self.consumed_count -= count
@@ -996,8 +1000,8 @@ class TaskLedger(TaskFacts):
     def _on_fewer_rows(self, claim: Claim) -> None:
         """Drop a claim's record if no rows remain, unless the claim's rows can be delivered again.
 
-        If a rank received no samples in a batch, the rank may still request its part. The ledger therefore keeps the
-        records of the latest batches in which a rank received no samples.
+        Even a rank that received no samples in a batch may request its part of the batch. The ledger therefore keeps
+        the records of the latest batches in which a rank received no samples.
         """
         if claim.remaining == 0 and claim.returned is None:
             if not claim.request_id and 0 in claim.plan.sizes:
@@ -1039,7 +1043,7 @@ class TaskLedger(TaskFacts):
     # Evicted rows
 
     def note_evicted(self, units: Sequence[EvictedUnit]) -> None:
-        """Record units evicted by a claim of the task. If the limit is exceeded, drop the oldest records."""
+        """Record units evicted by one of the task's claims. If the limit is exceeded, drop the oldest records."""
         for unit in units:
             count = f"{unit.reason}_count"
             setattr(self, count, getattr(self, count) + 1)
@@ -1047,7 +1051,7 @@ class TaskLedger(TaskFacts):
         self.evicted.extend(units)
 
     def evicted_after(self, serial: int, most: int) -> list[EvictedUnit]:
-        """Return up to `most` recorded evicted units whose serial is above `serial`, oldest first."""
+        """Return up to `most` recorded evicted units with sequence numbers above `serial`, oldest first."""
         forgotten_count = self.evicted_count - len(self.evicted)
         start = max(0, serial - forgotten_count)
         return list(islice(self.evicted, start, start + most))
@@ -1091,7 +1095,7 @@ class TaskLedger(TaskFacts):
         return outcomes, reopened
 
     def _refill(self, position: int, most: int) -> RefillOutcome:
-        """Count a refill of a row, unless the row has reached the limit or cannot be refilled. Return the outcome."""
+        """Count a refill of a row if the row can be refilled and has not reached the limit. Return the outcome."""
         mark, count = int(self.claim[position]), int(self.refills[position])
         is_skipped = mark == UNCLAIMED and bool(self.skipped[position])
         is_lost = not is_open(self.state[position]) or mark in {DEAD_LETTERED, DROPPED} or is_skipped
@@ -1116,7 +1120,7 @@ class TaskLedger(TaskFacts):
         return int(skipped.size)
 
     def unskip(self) -> Indexes:
-        """Remove all skipped marks. Return the positions of the rows that were marked."""
+        """Clear all "skipped" marks. Return the positions of the rows that were marked."""
         if not self.skipped_count:
             return np.zeros(0, np.int64)
         positions = np.flatnonzero(self.skipped[: self._table.count])
@@ -1125,7 +1129,7 @@ class TaskLedger(TaskFacts):
         return positions
 
     def _unmark(self, positions: Indexes) -> int:
-        """Remove the skipped mark from rows without adding them to the backlog. Return the number of removed marks."""
+        """Clear the "skipped" mark of rows without adding them to the backlog. Return the number of cleared marks."""
         if not self.skipped_count:
             return 0
         marked = positions[self.skipped[positions]]
@@ -1140,7 +1144,7 @@ class TaskLedger(TaskFacts):
         return left
 
     def is_pending(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are unclaimed, either live or held, and not skipped."""
+        """Return a mask of the live or held rows that are neither claimed nor skipped."""
         pending = self.is_left(rows)
         if self.skipped_count:
             pending &= ~self.skipped[rows]
@@ -1178,7 +1182,7 @@ class TaskLedger(TaskFacts):
         return distinct(positions[positions >= 0], self._table.count)
 
     def is_under_way(self, positions: Indexes, *, until_saved: bool) -> NDArray[np.bool_]:
-        """Return a mask of the rows in untrained batches or, if `until_saved` is set, in unsaved batches."""
+        """Return a mask of the rows that are in untrained batches (or in unsaved batches if `until_saved` is set)."""
         claims = self.claim[positions]
         batches = self._batches_after(self.saved if until_saved else self.trained)
         is_under_way = np.isin(claims, [batch.serial for batch in batches])
@@ -1197,7 +1201,7 @@ class TaskLedger(TaskFacts):
     def note_released(self, positions: Indexes) -> None:
         """Record the last batch that contains any of the rows to be released.
 
-        Ranks can resume only after this batch.
+        Ranks can no longer resume at this batch or an earlier one.
         """
         last = int(self.claim[positions].max(initial=UNCLAIMED))
         for batch in reversed(self.batches.values()) if last > LAST_RESERVED else ():
@@ -1208,8 +1212,8 @@ class TaskLedger(TaskFacts):
     def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
         """Start the next epoch. Return the positions of the rows that were leased, dead-lettered, dropped or skipped.
 
-        The returned rows become claimable. If `keep_consumed` is false, all other rows also become claimable, and the
-        backlog is set to `open_count`, the number of live or held rows.
+        The returned rows become claimable. If `keep_consumed` is false, all other rows also become claimable. The
+        backlog is then set to `open_count`, the number of live or held rows.
         """
         self.epoch += 1
         self.dp_size = None
@@ -1270,7 +1274,7 @@ class TaskLedger(TaskFacts):
     # Added and removed rows
 
     def on_rows_added(self, added: slice) -> None:
-        """Add new live or held rows to the backlog and to the number of outstanding units."""
+        """Count new live or held rows toward the backlog and the outstanding units."""
         self.backlog += added.stop - added.start
         if self.outstanding is not None:
             self.outstanding.add(np.arange(added.start, added.stop), 1)

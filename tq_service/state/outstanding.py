@@ -1,8 +1,8 @@
-"""The number of outstanding units (samples, rollouts or groups) of a task with an admission.
+"""The number of outstanding units (samples, rollouts or groups) of a task that has an admission.
 
 A unit is outstanding while the task holds it. After delivery, a unit remains outstanding until the admission frees its
-capacity. A task holds its pending units and, unless the admission frees capacity on delivery, its leased units.
-`TaskLedger` changes the status of rows, and this module counts the units.
+capacity. A task holds its pending units. It also holds its leased units, unless the admission frees capacity on
+delivery. `TaskLedger` changes the status of rows, whereas this module counts the units.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Held(Protocol):
     state: Column
 
     def is_pending(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are unclaimed, either live or held, and not skipped."""
+        """Return a mask of the unclaimed rows that are live or held and have not been skipped."""
         ...
 
 
@@ -40,7 +40,7 @@ class Outstanding:
 
     Args:
         admission: limits on the task's outstanding units.
-        groups: groups of the task's partition.
+        groups: table of the groups in the task's partition.
     """
 
     def __init__(self, admission: Admission, groups: GroupTable) -> None:
@@ -68,7 +68,7 @@ class Outstanding:
         return self._groups.count_units(positions, self.admission.unit)
 
     def is_held(self, task: Held, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that the task holds."""
+        """Return a mask that marks which of the given rows the task holds."""
         claims = task.claim[rows]
         held = task.is_pending(rows)
         if self._holds_leased:
@@ -77,7 +77,7 @@ class Outstanding:
 
     @contextlib.contextmanager
     def following(self, task: Held, positions: Indexes) -> Iterator[None]:
-        """Update the count for rows that change within the `with` block. `positions` must be distinct."""
+        """Adjust the count for rows that the `with` block changes. `positions` must be distinct."""
         if self._held is None or not positions.size:
             yield
             return
@@ -88,7 +88,7 @@ class Outstanding:
         self.add(positions[before & ~after], -1)
 
     def add(self, positions: Indexes, by: int) -> None:
-        """Count rows that the task now holds. If `by` is -1, subtract rows that the task no longer holds."""
+        """Add rows that the task now holds to the count or, if `by` is -1, subtract rows that it no longer holds."""
         if self._held is not None and positions.size:
             self._held.add(positions, by)
 

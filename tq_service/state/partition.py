@@ -58,17 +58,16 @@ class PartitionSettings:
             means no limit.
         admissions: limits on the outstanding work of tasks. The limits are sorted by task, so equal sets of limits
             compare equal.
-        tasks: sorted names of the tasks that may consume the partition. The tuple is empty if any task may consume the
-            partition.
-        samples_per_round: number of samples that complete a round, even if the partition is not sealed. None means no
-            rounds.
-        release: policy for releasing samples automatically, or None. A release policy that depends on tasks but names
-            none waits for all `tasks`.
+        tasks: sorted names of the tasks that may consume the partition. An empty tuple permits all tasks.
+        samples_per_round: number of samples that complete a round, even if the partition is not sealed. If None, there
+            are no rounds.
+        release: policy for releasing samples automatically, or None. If a release policy depends on tasks but does not
+            name any, it waits for all `tasks`.
 
     Raises:
         InvalidArgumentError: a number is out of range, a field or task is repeated, or the default layout is not a
-            tensor layout. This error is also raised if an admission or release names a task outside `tasks`, or if a
-            release does not specify which tasks to wait for.
+            tensor layout. This error is also raised if an admission or release names a task outside `tasks`. The same
+            applies if a release does not specify which tasks to wait for.
     """
 
     expected_samples: int | None = None
@@ -86,8 +85,8 @@ class PartitionSettings:
                 check_range(name, value, least, hint=", or no value")
         if self.default_layout is Layout.OBJECT:
             raise InvalidArgumentError(
-                "default_layout is 'object'; expected 'auto', 'dense' or 'jagged', because it applies only to tensors. "
-                "Declare object fields in fields.",
+                "default_layout is 'object'; expected 'auto', 'dense' or 'jagged', because the default applies only to "
+                "tensors. Declare object fields in fields.",
                 field="default_layout",
             )
         check_unique("fields", [spec.name for spec in self.fields])
@@ -122,7 +121,7 @@ class PartitionSettings:
             self._set_release(self.release)
 
     def _set_release(self, release: Release) -> None:
-        """Store the release policy and the tasks it waits for. A policy that names no tasks waits for all tasks."""
+        """Store the release policy and check its tasks. A policy that names no tasks waits for all tasks."""
         release = release if release.tasks else replace(release, tasks=self.tasks)
         object.__setattr__(self, "release", release)
         if not release.tasks:
@@ -144,7 +143,7 @@ class PartitionSettings:
 
     @property
     def releasing_tasks(self) -> Sequence[str]:
-        """Tasks that must be done with a sample before its release, or none if releases do not depend on tasks."""
+        """Tasks that must be done with a sample before it is released. Empty if releases do not depend on tasks."""
         return () if self.release is None else self.release.tasks
 
     @property
@@ -169,17 +168,17 @@ class PartitionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionFacts:
-    """Scalar values and specs of a partition, without its tables and tasks.
+    """Scalar values and specs of a partition. The partition's tables and tasks are not included.
 
     Attributes:
-        insert_size_gcd: greatest common divisor of the new-sample counts of all puts.
+        insert_size_gcd: greatest common divisor of the numbers of samples added by each put.
         next_index: global index of the next new sample.
         sample_count: number of stored samples, for readers that do not load the tables.
         has_groups: whether any group or rollout has ever been named.
         meta_kinds: kind of each custom_meta column (see `CustomMeta.kinds`).
         fields: current specs of the fields.
-        former_fields: last specs of fields that have lost all their cells (see `CellTable.former_specs`).
-        released_count: number of samples released because all releasing tasks were done with them.
+        former_fields: last known specs of fields that no longer have any cells (see `CellTable.former_specs`).
+        released_count: number of samples released because all releasing tasks had finished with them.
         expired_count: number of samples released because of their age.
     """
 
@@ -212,7 +211,7 @@ class PartitionSnapshot:
 
 
 class Listeners(list[Callable[..., object]]):
-    """The callbacks of an event, in the order in which they were added."""
+    """An event's callbacks, in the order in which they were added."""
 
     def __call__(self, *what: Any) -> None:
         """Call each callback with the arguments of the event."""
@@ -230,11 +229,11 @@ class Partition:
 
     Attributes:
         on_change: callbacks for changes that may allow a waiting claim to proceed.
-        on_consumed: callbacks for changes that leave any task with fewer remaining samples.
-        on_rows: callbacks for rows that were written or can be claimed again. The callbacks receive the global indexes
-            of the rows while a change is being applied. If all rows are new, the indexes are a range.
-        on_reset: callbacks for tasks that can claim all rows again. The callbacks receive the name of the task while a
-            change is being applied.
+        on_consumed: callbacks for changes that reduce the number of samples left for any task.
+        on_rows: callbacks for rows that were written or can be claimed again. The callbacks are called with the rows'
+            global indexes while a change is being applied. If all rows are new, the indexes are a range.
+        on_reset: callbacks for resets, after which a task can claim all rows again. The callbacks are called with the
+            task's name while a change is being applied.
         policies: all policies of the service. Conditions compare values with the policies' published versions. `State`
             sets `policies`.
         all_partitions: all partitions of the service, for claims that share a lease across partitions. `State` sets
@@ -294,7 +293,7 @@ class Partition:
             )
 
     def count_states(self, rows: slice | Indexes, by: int) -> None:
-        """Add rows to the state counts of the partition and its groups. If `by` is -1, subtract the rows instead."""
+        """Add rows to the partition's and its groups' counts by state. If `by` is -1, subtract the rows instead."""
         states = self.state[rows]
         counts = np.bincount(states, minlength=len(self.state_counts)).tolist()
         self.state_counts = [known + by * count for known, count in zip(self.state_counts, counts, strict=True)]
@@ -305,7 +304,7 @@ class Partition:
                 held.add(_in_state(rows, states, HELD), by)
 
     def begin_age(self, rows: slice | Indexes, at_seconds: float) -> None:
-        """If the partition releases samples by age, start measuring the age of rows at `at_seconds`."""
+        """If the partition releases samples by age, record `at_seconds` as the time from which the rows' ages count."""
         if self.settings.release is not None and self.settings.release.ttl_seconds is not None:
             self.since.write(rows, at_seconds)
 
@@ -357,7 +356,7 @@ class Partition:
 
     @property
     def mark(self) -> tuple[object, ...]:
-        """A value that changes with the version and the row layout. A checked write is valid until the mark changes."""
+        """A value that changes with the version or row layout. A checked write stays valid until the mark changes."""
         return *self.version, self.table.layout
 
     @property
@@ -371,12 +370,12 @@ class Partition:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the partition is sealed, or the current round is complete and the next round has not started."""
+        """Whether the partition is sealed, or the last round to begin is complete."""
         return self.sealed or self.inserted_count == self.expected_count
 
     @property
     def may_end_finite(self) -> bool:
-        """Whether `finite` claims may end now. Requires at least one inserted sample and no incomplete round."""
+        """Whether `finite` claims may end now: at least one sample has been inserted, and no round is incomplete."""
         return self.inserted_count > 0 and (self.settings.samples_per_round is None or self.is_whole)
 
     @property
@@ -385,7 +384,7 @@ class Partition:
         return self.state_counts[LIVE] + self.state_counts[HELD]
 
     def held_count(self, unit: BatchUnit) -> int:
-        """Return the number of held samples, or the number of groups or rollouts that contain a held sample.
+        """Return the number of held samples, or of groups or rollouts that contain a held sample.
 
         If no admission sets `most_running` for this unit, return the number of held samples.
         """
@@ -412,9 +411,9 @@ class Partition:
         return in_use | np.isin(self.table.index[positions], np.concatenate(planned)) if planned else in_use
 
     def in_use_count(self, task: TaskLedger, unit: BatchUnit) -> int:
-        """Return an upper bound on the number of a task's outstanding units that are in use (see `in_use`).
+        """Return an upper bound on how many of a task's outstanding units are in use (see `in_use`).
 
-        Incomplete groups and rollouts, and delivered units that still occupy capacity, also count as in use.
+        Incomplete groups and rollouts also count as in use, as do delivered units that still occupy capacity.
         """
         count = self.held_count(unit) + sum(task.delivered_units) + task.done_units
         for each in self.tasks.values():
@@ -435,7 +434,7 @@ class Partition:
     def may_release(self, positions: Indexes) -> NDArray[np.bool_]:
         """Return a mask of the rows that can be released without affecting a worker or a batch.
 
-        These rows are neither held nor leased, and none of their batches still needs to be trained or saved.
+        A row qualifies if it is neither held nor leased, and if none of its batches still needs to be trained or saved.
         """
         is_needed = self.is_leased(positions)
         is_needed |= self.state[positions] == HELD
@@ -557,7 +556,7 @@ class Partition:
                 )
 
     def free(self) -> Iterator[None]:
-        """Release the names and objects of a removed partition in steps. Existing snapshots remain readable."""
+        """Free the names and objects of a removed partition in steps. Existing snapshots remain readable."""
         for names in (self.key_index, self.groups.slot_of, self.groups.rollout_slot_of):
             yield from names.free()
         for table in self.tables.values():
@@ -566,7 +565,7 @@ class Partition:
     # Change notices
 
     def notify_rows(self, indexes: Indexes | range) -> None:
-        """Count rows that were written or can be claimed again, and call the `on_rows` callbacks."""
+        """Record that rows were written or can be claimed again, and call the `on_rows` callbacks."""
         self.row_version += len(indexes)
         self.on_rows(indexes)
 

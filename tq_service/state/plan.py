@@ -1,7 +1,7 @@
 """Claims and plans: a consumer's request, the view that a sampler reads, and the plan that the sampler returns.
 
-All definitions up to and including `Sampler` are public. `tq_service.samplers` exports these definitions so that users
-can write their own subclasses of `Sampler`. The remaining definitions describe a claim: its conditions, its order, the
+`Sampler` and all definitions above it are public. `tq_service.samplers` exports these definitions so that users can
+write their own subclasses of `Sampler`. The remaining definitions describe a claim: its conditions, its order, the
 arguments that all ranks must agree on, and the call itself.
 """
 
@@ -48,7 +48,7 @@ _MOST_SUMS: Final = 4  # maximum number of summed columns in the totals of a bat
 
 Indexes = NDArray[np.int64]
 TotalsOfStep: TypeAlias = tuple[int, int, int, int | None, tuple[float, ...]]
-"""Totals of a step: the number of samples, rollouts, groups and tokens, and the column sums (see `StepTotals`)."""
+"""Totals of a step: the numbers of samples, rollouts, groups and tokens, and the column sums (see `StepTotals`)."""
 
 _NO_ROWS = np.zeros(0, np.int64)
 
@@ -75,7 +75,7 @@ class LengthSource:
 
     @property
     def is_longest_sequence(self) -> bool:
-        """Whether the length of the longest sequence is used for samples that have no value in the column."""
+        """Whether a sample's longest sequence determines its token count if the column has no value for the sample."""
         return self.key is None and self.field is None
 
 
@@ -86,8 +86,8 @@ class PlanRequest:
     Attributes:
         batch_size: number of units (samples, rollouts or groups; see `batch_unit`) per rank.
         min_size: minimum number of units, summed over all ranks. If fewer units are ready, the sampler returns None.
-            When no more units can become ready, the planner lowers this value to 1, so samplers do not need to handle
-            the end of the data.
+            When no more units can become ready, the planner lowers this value to 1. Samplers therefore need no special
+            case for the end of the data.
         batch_unit: unit in which `batch_size` and `min_size` are counted.
         rank_count: number of ranks, or 1 for a queue worker.
         ranked: whether the request comes from trainer ranks rather than from a queue worker.
@@ -106,7 +106,7 @@ class PlanRequest:
 
     @property
     def total_size(self) -> int:
-        """Maximum number of units in a plan, summed over all ranks."""
+        """Maximum number of units in a plan, across all ranks."""
         return self.batch_size * self.rank_count
 
 
@@ -119,7 +119,7 @@ class Groups:
 
     @property
     def starts(self) -> Indexes:
-        """Position in `rows` of the first member of each group."""
+        """Position of each group's first member in `rows`."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)[:-1]]) if self.sizes.size else self.sizes
 
     def __len__(self) -> int:
@@ -147,11 +147,11 @@ class RankPlan:
 
     Attributes:
         rows: global indexes of the samples, in batch order.
-        steps: packs of each optimizer step. If `steps` is empty, the planner creates a single step that consists of
+        steps: packs, grouped by optimizer step. If `steps` is empty, the planner creates a single step that consists of
             micro-batches.
         dropped: global indexes of ready rows that the batch permanently excludes, such as overlong rows. Dropped rows
             must not occur in `rows`. The task never receives these rows, and `EndCounts.overlong_count` includes them.
-        totals: totals of each step, summed over all ranks. The service sets `totals`.
+        totals: each step's totals, summed over all ranks. Set by the service.
         summed: names of the custom_meta columns that are summed in `totals`.
     """
 
@@ -235,8 +235,8 @@ class View(Protocol):
             take_incomplete: whether to return the remaining members of a group after other members have failed or been
                 cleared. If false, incomplete groups are skipped.
             blocks: "aligned" if blocks must begin at multiples of `block_size`, or "anywhere" otherwise. With
-                "anywhere", any `block_size` ready rows with consecutive indexes form a group, starting with the
-                earliest rows.
+                "anywhere", any `block_size` ready rows with consecutive indexes form a group; the earliest rows are
+                grouped first.
 
         Raises:
             InvalidArgumentError: blocks are aligned, and the number of rows in a put is not a multiple of `block_size`.
@@ -312,7 +312,7 @@ class Sampler(ABC):
 
     name: ClassVar[str] = ""
     plans_below_min_size: ClassVar[bool] = False
-    """Whether `plan` may return fewer than `request.min_size` units even if more units may become ready.
+    """Whether `plan` may return fewer than `request.min_size` units even if more units could become ready.
 
     Samplers that set `plans_below_min_size` are called after each change to the partition. Other samplers are called
     only when enough rows are ready.
@@ -326,14 +326,14 @@ class Sampler(ABC):
 
     @property
     def length(self) -> LengthSource | None:
-        """Source of the sample length, or None if the sampler needs no lengths.
+        """Source of the sample lengths, or None if the sampler needs no lengths.
 
-        If a source is set, a sample is ready only if its length is known.
+        If a source is set, only samples with a known length can be ready.
         """
         return None
 
     def check(self, request: PlanRequest) -> None:  # noqa: B027  (optional hook)
-        """Raise InvalidArgumentError if the sampler cannot serve the request with its options."""
+        """Raise InvalidArgumentError if the sampler's options do not suit the request."""
 
     def runs_inline(self, request: PlanRequest) -> bool:
         """Return whether `plan` is fast enough to run on the event loop (well under 1 ms) rather than in a thread."""
@@ -354,12 +354,12 @@ class Condition:
     """A condition on a custom_meta column. Samples without a value in the column do not satisfy the condition.
 
     Attributes:
-        published: policy whose published version replaces `values` in the comparison. The version is read each time
-            samples are examined.
+        published: policy whose published version is compared with the column, in place of `values`. The version is read
+            each time samples are examined.
 
     Raises:
-        InvalidArgumentError: an argument is missing, the values have different types, or the operator does not accept
-            the number of values.
+        InvalidArgumentError: an argument is missing, the values have different types, or the operator requires a
+            different number of values.
     """
 
     column: str
@@ -392,14 +392,14 @@ class Condition:
         check_name("policy", published.policy)
         if self.values or not self.column or self.operator not in _GROWING | _SHRINKING:
             raise InvalidArgumentError(
-                f"where: column {self.column!r} is compared by {self.operator!r} with the published version of policy "
-                f"{published.policy!r} and {len(self.values)} values; expected a column, one of the operators <, <=, > "
-                "and >=, and no values",
+                f"where: got column {self.column!r}, operator {self.operator!r} and {len(self.values)} values for a "
+                f"comparison with the published version of policy {published.policy!r}; expected a column, one of the "
+                "operators <, <=, > and >=, and no values",
                 field="where",
             )
 
     def resolved(self, policies: Policies) -> Condition:
-        """Return the condition with the published version filled in.
+        """Return the condition with the published version, plus the offset, as its value.
 
         If the policy has no published version, no value satisfies the returned condition.
         """
@@ -410,7 +410,7 @@ class Condition:
         return Condition(self.column, self.operator, (version,))
 
     def may_hold_later(self, policies: Policies) -> bool:
-        """Return whether values that do not satisfy the condition now may satisfy it after a later publication."""
+        """Return whether a later publication may make the condition true for values that do not satisfy it now."""
         published = self.published
         return published is not None and (self.operator in _GROWING or published.policy not in policies)
 
@@ -447,11 +447,12 @@ _INT64: Final = np.iinfo(np.int64)
 
 
 def _neighbours(value: float, kind: str) -> tuple[float, float]:
-    """Return the numbers of the given kind that are nearest to `value`: one at or below it and one at or above it.
+    """Return the nearest number of the given kind at or below `value`, and the nearest at or above it.
 
-    The two numbers are equal if the kind can represent `value` itself. Using these two numbers makes comparisons
-    between integers and floats exact. NumPy alone would convert integers to floats, which cannot represent 2**53 + 1. A
-    number outside the int64 range is replaced by infinity, which is compared as a float. For NaN, both results are NaN.
+    The two numbers are equal if the kind can represent `value` itself. With these two numbers, integers and floats can
+    be compared exactly. NumPy alone would convert integers to floats, which cannot represent 2**53 + 1. An integer
+    result outside the int64 range becomes infinity, which is compared as a float. If `value` is NaN, both results are
+    NaN.
     """
     if kind == "f":
         try:
@@ -495,7 +496,7 @@ class Refill:
     """The task that regenerates evicted units. In that task's partition, each sample's key is the name of a unit.
 
     Attributes:
-        max_refills: maximum number of times that a sample is made claimable again in an epoch.
+        max_refills: maximum number of times that a sample can be made claimable again in an epoch.
 
     Raises:
         InvalidArgumentError: a name is invalid, or `max_refills` is less than 1.
@@ -513,7 +514,9 @@ class Refill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
-    """The claim arguments that must be equal for all ranks of a batch. The first plan of a batch fixes these arguments.
+    """The claim arguments that must be the same on all ranks of a batch.
+
+    The arguments are fixed when the batch is first planned.
 
     See GetMeta for the attributes that are not listed here.
 
@@ -523,12 +526,12 @@ class BatchSpec:
         least_members: minimum number of remaining members in a group. Smaller groups are evicted. 0 means no minimum.
         refill: task that regenerates evicted units, or None if they are not regenerated.
         held: whether to deliver held samples instead of live samples.
-        totals: custom_meta columns whose sums are included in the totals that each rank receives.
+        totals: custom_meta columns to sum. Each rank receives the sums as part of the totals.
 
     Raises:
         InvalidArgumentError: the micro-batch size or `max_uses` is out of range, or `order_by` or `totals` contains an
-            empty or repeated column name. This error is also raised if `least_members` or `refill` is set although
-            nothing is evicted.
+            empty or repeated column name. This error is also raised if `least_members` or `refill` is set, but
+            `unmatched` rules out evictions.
     """
 
     batch_size: int
@@ -653,7 +656,7 @@ class Rank:
         """Create a rank from `dp_rank`, `dp_size` and `batch_index`. Return None if all of them are None.
 
         Raises:
-            InvalidArgumentError: only some of the numbers are None, or a number is out of range.
+            InvalidArgumentError: some but not all of the numbers are None, or a number is out of range.
         """
         given = {name: number for name, number in numbers.items() if number is not None}
         missing = [name for name in numbers if name not in given]
@@ -671,14 +674,16 @@ class LeaseTerms:
     """The terms of a queue worker's lease on samples.
 
     Attributes:
-        seconds: time in seconds after which other workers can claim samples that have not been acknowledged.
+        seconds: lease duration in seconds. After this time, other workers can claim the samples that have not been
+            acknowledged.
         max_deliveries: number of unacknowledged deliveries after which a sample is dead-lettered. None means no limit.
         group_block_size: kind of groups whose samples are acknowledged, released and redelivered together. 0 means
             named groups, `KEPT_ROLLOUTS` means rollouts, and a positive number means blocks of that many consecutive
             indexes. None means that samples are handled individually.
-        blocks: whether blocks of consecutive indexes begin at multiples of their length or at any index.
-        on_lost: for a claim on slots, what happens to slots that are still held when the lease expires. Slots without
-            data are removed when they are released. The value is None for a claim on existing samples.
+        blocks: whether blocks of consecutive indexes must begin at multiples of their length, or may begin at any
+            index.
+        on_lost: what happens to slots that are still held when the lease on them expires. Slots without data are
+            removed when they are released. The value is None for a claim on existing samples.
         shared_with: partition of the second claim that shares this lease. The two claims that share a lease have the
             same task name and request id. A claim on prompts names the partition of the slots, and a claim on slots
             names the partition of the prompts. The partition name is empty if the lease is not shared.
@@ -724,7 +729,7 @@ class LeasedClaim:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimSpec:
-    """The claim arguments that are equal for all ranks and all batches of a task.
+    """The claim arguments that are the same for all ranks and all batches of a task.
 
     Calls with equal specs share plans.
 
@@ -751,8 +756,8 @@ class ClaimSpec:
         batch_size, rank_count = self.batch_spec.batch_size, self.dp_size or 1
         if batch_size <= 0 or batch_size * rank_count > MOST_SAMPLES:
             raise InvalidArgumentError(
-                f"batch_size is {batch_size} for {rank_count} ranks; expected a positive number, at most "
-                f"{MOST_SAMPLES} over all ranks",
+                f"batch_size is {batch_size} for {rank_count} ranks; expected a positive number, and at most "
+                f"{MOST_SAMPLES} samples for all ranks together",
                 field="batch_size",
                 metadata={"got": str(batch_size * rank_count), "expected": f"1 to {MOST_SAMPLES}"},
             )
@@ -767,7 +772,10 @@ class ClaimSpec:
 
     @cached_property
     def plan_request(self) -> PlanRequest:
-        """Request to the sampler. `min_size` is the full batch size (ranks) or `min_batch_size` (queue workers)."""
+        """Request for the sampler.
+
+        `min_size` is the full batch size for ranks, or `min_batch_size` for queue workers.
+        """
         batch_spec, rank_count = self.batch_spec, self.dp_size or 1
         return PlanRequest(
             batch_size=batch_spec.batch_size,
@@ -821,8 +829,8 @@ class ClaimRequest:
         not_before: policy version that must be published before the batch is planned, or None if the batch does not
             wait for a version.
         batch_count: maximum number of batches to return to a rank, starting with `rank.batch_index`.
-        make_slots: function that creates the slots in `spec.admit` for the prompts of a plan, atomically with the claim
-            on the prompts. If the function raises an exception, the prompts are not claimed.
+        make_slots: function that creates the slots in `spec.admit` for a plan's prompts. The slots are created and the
+            prompts are claimed atomically. If the function raises an exception, the prompts are not claimed.
 
     Raises:
         InvalidArgumentError: the request id or a name is invalid, a rank requests a lease or a named claim, or a queue
@@ -866,7 +874,7 @@ class ClaimRequest:
             )
         if self.batch_spec.held and self.lease is None:
             raise InvalidArgumentError(
-                "lease is unset, but rollout workers need a lease to continue held samples. Set lease.",
+                "lease is unset, but a claim of held samples needs a lease. Set lease.",
                 field="lease",
             )
         if self.spec.admit is not None:
@@ -899,7 +907,7 @@ class ClaimRequest:
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """Arguments that must be equal for all ranks of a batch."""
+        """Arguments that must be the same in the requests of all ranks for a batch."""
         return self.spec.batch_spec
 
     @property
@@ -919,7 +927,7 @@ class ClaimRequest:
         return -1 if self.rank is None else self.rank.batch_index
 
     def following(self) -> Iterator[ClaimRequest]:
-        """Yield a separate request for each requested batch except the first."""
+        """Yield a single-batch request for each requested batch after the first."""
         if self.rank is not None:
             for index in range(self.rank.batch_index + 1, self.rank.batch_index + self.batch_count):
                 yield replace(self, rank=replace(self.rank, batch_index=index), batch_count=1)

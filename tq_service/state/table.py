@@ -12,24 +12,24 @@ Taking a column snapshot does not copy any values. While a snapshot is being rea
 the blocks that it modifies. A block contains a few thousand values, regardless of the length of the column.
 
 A `RowTable` contains rows ordered by global index. Removing a row leaves a gap. When there are more gaps than rows,
-each step that adds or removes rows also closes some gaps by moving rows forward. Such a step examines 16,384
-positions or twice the number of added or removed rows, whichever is larger. Every step is therefore short, and the gaps
-are closed before the table grows much. A gap keeps its index, so the rows around it can still be found by binary
-search. The index at a moved row's old position is set to -1. A reader in another thread can pin the rows (`pinned`) to
-keep them from moving while it reads. If there are many gaps (`has_many_gaps`), a new reader first waits until all
-current readers have finished. Otherwise, overlapping readers could prevent gaps from ever being closed. A reader that
-yields control between slices does not pin the table (`slices`).
+each step that adds or removes rows also closes some gaps by moving rows forward. Such a step examines 16,384 positions
+or twice the number of added or removed rows, whichever is larger. Every step is therefore short, and the gaps are
+closed before they make the table much longer. A gap keeps the index of the removed row, so binary search still finds
+the rows around the gap. The index at a moved row's old position is set to -1. A reader in another thread can pin the
+rows (`pinned`) to keep them from moving while it reads. If there are many gaps (`has_many_gaps`), a new reader first
+waits until all current readers have finished. Otherwise, overlapping readers could prevent gaps from ever being closed.
+A reader that yields control between slices does not pin the table (`slices`).
 
-A large number of rows is added in two phases. First, `reserve_capacity` reserves capacity and creates the columns for
-the new rows. The reservation is split into several steps, so other work can run in between. A single final step then
-adds the rows and only needs to write their values.
+Large numbers of rows are added in two phases. First, `reserve_capacity` reserves capacity and creates the columns for
+the new rows. The reservation is split into several steps, so other work can run in between. Finally, a single step adds
+the rows, for which it only needs to write their values.
 
 A `SlotTable` allocates slots for transient objects and reuses free slots.
 
 Long columns grow in place without copying. Numbers are stored in reserved memory, whose pages Linux allocates when they
-are first written. A reservation can therefore be far larger than needed, because it uses only address space. Views of a
-column remain valid when the column grows. NumPy cannot reserve memory for objects, so a long column of objects is
-stored in chunks (`ObjectChunks`) and grows by adding chunks.
+are first written. A reservation itself uses only address space, so it can be far larger than needed. Views of a column
+remain valid when the column grows. NumPy cannot reserve memory for objects, so a long column of objects is stored in
+chunks (`ObjectChunks`) and grows by adding chunks.
 """
 
 from __future__ import annotations
@@ -144,10 +144,10 @@ class ObjectChunks:
         return chunk
 
     def _parts(self, where: Any) -> tuple[int, Iterable[tuple[int, Any, Any]]]:
-        """Return the number of positions, and the positions split by chunk.
+        """Return the number of selected positions, and the positions grouped by chunk.
 
-        For each chunk, the iterable contains the chunk number, the offsets in the selection, and the offsets in the
-        chunk.
+        For each chunk, the iterable yields the chunk number, the offsets within the selection, and the offsets within
+        the chunk.
         """
         if isinstance(where, slice):
             start, stop, step = where.indices(self.size)
@@ -191,7 +191,7 @@ def _parts_of_positions(positions: Indexes) -> Iterator[tuple[int, Any, Indexes]
 
 
 def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectChunks:
-    """Allocate at least `count` zeros in untouched memory.
+    """Allocate an array of at least `count` zeros without touching its memory.
 
     If the dtype is object, the values are None or the fill value instead.
     """
@@ -233,7 +233,7 @@ def reserved_memory(values: NDArray[Any] | ObjectChunks) -> mmap.mmap | None:
 
 
 def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int) -> None:
-    """Release the memory pages that lie entirely within values `start` to `stop`. Values in these pages become zero."""
+    """Release the memory pages that contain only values from `start` to `stop`. Values in these pages become zero."""
     offset = values.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
     first = -(-(offset + start * values.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
     end = offset + stop * values.itemsize
@@ -243,9 +243,9 @@ def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int
 
 @cache
 def _can_reserve() -> bool:
-    """Return whether memory can be reserved without being counted as used.
+    """Return whether the system lets a process reserve memory without counting it as used.
 
-    A system that never overcommits counts reserved memory as used.
+    If the system never overcommits memory, it counts reserved memory as used.
     """
     if sys.platform != "linux":
         return False
@@ -270,11 +270,11 @@ NewColumn: TypeAlias = tuple[str, DTypeLike, Any]
 
 
 class ColumnSnapshot:
-    """The first `size` values of a column at snapshot time. The values can be read once, in order, in any thread.
+    """A column's first `size` values at snapshot time. Any thread can read the values, but only once, in order.
 
     The thread that owns the column saves each block before changing it. The reader first copies the block from the
-    column and only then looks for a saved block. If there is no saved block, the block had not yet begun to change when
-    the reader copied it.
+    column and only then looks for a saved block. If no saved block exists, the owner had not started to change the
+    block when the reader copied it.
     """
 
     __slots__ = ("__weakref__", "_array", "_kept", "_next_block", "size")
@@ -308,7 +308,10 @@ class ColumnSnapshot:
         return values
 
     def keep(self, where: Where) -> None:
-        """Save the unread blocks that contain positions to be changed. The column calls this before each write."""
+        """Save the unread blocks that a write to `where` will change.
+
+        The column calls this method before each write.
+        """
         for number in blocks_of(where, self.size):
             if number >= self._next_block and number not in self._kept:
                 self._kept[number] = self._block(number)
@@ -324,7 +327,8 @@ class Column:
 
     Attributes:
         data: read-only array of all values up to the capacity. The array is replaced when the column grows or is
-            compacted. An older array still refers to the column's memory unless the column has moved to new memory.
+            compacted. An array obtained earlier still refers to the column's memory, unless the column has since moved
+            to new memory.
         fill: value of positions that have not been written.
         is_blank: whether the column has never been written. All values of a blank column equal the fill value.
     """
@@ -370,8 +374,8 @@ class Column:
     def resize(self, capacity: int) -> None:
         """Grow or shrink the column to `capacity` values.
 
-        Added values equal the fill value, and removed values must already equal the fill value. Values are not copied
-        if the column's memory is large enough or, when shrinking, is reserved memory.
+        New values equal the fill value. Values to be removed must already equal the fill value. Values are not copied
+        if the column's memory is large enough or, when shrinking, if it is reserved memory.
         """
         memory, size = self._memory, self.data.size
         reserved = reserved_memory(memory)
@@ -439,9 +443,9 @@ class Column:
 
 
 def grown(capacity: int, least: int) -> int:
-    """Return the capacity to grow to so that at least `least` values fit.
+    """Return the capacity to which a column must grow to hold at least `least` values.
 
-    Large columns grow in place, so their capacity increases in small steps.
+    Because large columns grow in place, their capacity can increase in small steps.
     """
     if least < RESERVED_FROM:
         return max(least, 2 * capacity, _FIRST_CAPACITY)
@@ -450,7 +454,7 @@ def grown(capacity: int, least: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSnapshot:
-    """A snapshot of a table: one snapshot per column, by column name, with `size` values each."""
+    """A snapshot of a table, which contains a snapshot of the first `size` values of each column, by column name."""
 
     size: int
     columns: Mapping[str, ColumnSnapshot]
@@ -460,7 +464,7 @@ class Table:
     """A set of columns that have equal length and grow together.
 
     Attributes:
-        columns: columns by name, in order of declaration.
+        columns: the table's columns, keyed by name, in order of declaration.
         count: length of each column, that is, the number of rows or slots, including gaps and free slots.
     """
 
@@ -492,7 +496,7 @@ class Table:
         return self.column(name, dtype, fill)
 
     def remove_column(self, name: str) -> None:
-        """Remove a column from the table. Current readers of the column or its snapshots are not affected."""
+        """Remove a column from the table. Existing readers of the column and of its snapshots are not affected."""
         del self.columns[name]
 
     def snapshot(self) -> TableSnapshot:
@@ -539,7 +543,7 @@ class Table:
 
 
 class RowTable(Table):
-    """A table of rows in insertion order. Rows can be found by global index.
+    """A table of rows in insertion order, with lookup by global index.
 
     Attributes:
         index: global index of each row, including future rows within the capacity.
@@ -586,10 +590,10 @@ class RowTable(Table):
         return added
 
     def reserve_capacity(self, count: int, columns: Iterable[NewColumn] = ()) -> Iterator[None]:
-        """Reserve capacity for `count` more rows in steps. The table may change between the steps.
+        """Reserve capacity for `count` more rows in several steps. The table can be modified between the steps.
 
-        After the last step, the indexes of the new rows have been written. The given columns are created in advance, so
-        declaring them with `column` is fast.
+        The steps also write the indexes of the new rows, and create the given columns in advance, so declaring these
+        columns with `column` is fast.
         """
         while (end := self.count + count) > self._capacity:
             self._grow(min(end, self._capacity + _CAPACITY_STEP))
@@ -666,12 +670,12 @@ class RowTable(Table):
 
     @property
     def gap_count(self) -> int:
-        """Number of positions without a row."""
+        """Number of positions that no row occupies."""
         return self.count - self.present_count
 
     @property
     def has_many_gaps(self) -> bool:
-        """Whether there are so many gaps that new readers must wait before they pin the table."""
+        """Whether there are so many gaps that new readers must wait before pinning the table."""
         return self.gap_count > _MANY_GAPS + 2 * self.present_count
 
     @contextlib.contextmanager
@@ -686,8 +690,7 @@ class RowTable(Table):
     def slices(self, count: int) -> Iterator[slice]:
         """Yield slices of at most `count` positions that together contain all present rows in order.
 
-        A slice is valid only until the caller yields control, because rows may be added, removed or moved before the
-        next slice.
+        Use each slice before yielding control, because rows may then be added, removed or moved.
         """
         end_index, index = self.next_index, 0
         while (start := self.position_from(index)) < (end := self.position_from(end_index)):
@@ -712,7 +715,7 @@ class RowTable(Table):
 
     @property
     def _is_gapless(self) -> bool:
-        """Whether every gap between the first and last rows still exists, so that an index determines a position."""
+        """Whether every gap between the first and last rows is still open, so an index determines a row's position."""
         return self._closing is None and self.next_index - int(self.index.data[0]) == self.count
 
     @property
@@ -764,7 +767,7 @@ class SlotTable(Table):
     """A table of slots that can be allocated and freed. Each column has one value per slot.
 
     Attributes:
-        occupants: column of the objects that occupy the slots, with None for a free slot.
+        occupants: column with the object that occupies each slot, or None for a free slot.
     """
 
     __slots__ = ("_free", "occupants")
@@ -796,7 +799,7 @@ class SlotTable(Table):
         self._free += slots.tolist()
 
     def rebuild(self) -> None:
-        """Find the free slots after the columns have been restored."""
+        """Rebuild the list of free slots from the restored columns."""
         self._free = [slot for slot, each in enumerate(self.occupants.data[: self.count].tolist()) if each is None]
 
 

@@ -1,7 +1,7 @@
 """The storage engine stores puts within a quota, and reads and frees their cells. The engine does not depend on gRPC.
 
-The engine has two layers. The index tracks puts, rows, the quota and confirmations. The blob store below the index
-stores the bytes. All engine state is changed on one event loop, and no change spans an await, so no locks are needed.
+The engine has two layers. The index tracks puts, rows, the quota and confirmations. Below the index, the blob store
+holds the bytes. All engine state is changed on one event loop, and no change spans an await, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class EngineStat:
         used_bytes: number of bytes stored and reserved, including the extents of jagged and object rows.
         pooled_bytes: number of bytes of memory kept for reuse. `used_bytes` does not include them.
         put_count: number of complete puts.
-        uncommitted_put_count: number of complete puts that have not been confirmed.
+        uncommitted_put_count: number of complete puts whose commit has not been confirmed.
         damaged_put_count: number of puts whose bytes are known to be lost.
         written_bytes: total size of all puts completed since the engine started.
         read_bytes: total size of all reads opened since the engine started.
@@ -107,8 +107,8 @@ class KeptPut:
 
     Attributes:
         record: layout of the tables and values. The record's checksum is 0 unless the tables and values are in a file.
-        file: unchanging file that begins with the tables and values, or None if they are in `parts`.
-        parts: the tables and values if they are in memory. Empty otherwise.
+        file: immutable file that begins with the tables and values, or None if they are in `parts`.
+        parts: the tables and values, if they are in memory; otherwise empty.
         blob: the pinned blob that contains the values.
     """
 
@@ -123,7 +123,7 @@ class KeptPut:
 
 
 class StorageEngine:
-    """Keeps track of puts, and stores their bytes in the blob store of a backing.
+    """Keeps track of puts, and stores their bytes in its backing's blob store.
 
     A put is first reserved, then written, flushed and finished. The put is confirmed after its commit, and expires if
     it is not confirmed in time. Cells can be freed individually or all at once, and the put's memory shrinks
@@ -132,8 +132,8 @@ class StorageEngine:
     Each put has an owner, which is the controller that commits the put. Only the owner can confirm the put or report it
     as unknown.
 
-    A new engine contains the puts recovered by its backing. Confirmations are not persisted, so recovered puts are
-    kept until their owner reports which of them it knows.
+    A new engine contains the puts recovered by its backing. Confirmations are not persisted, so the engine keeps
+    recovered puts until their owner reports which of them it knows.
 
     Args:
         max_bytes: quota in bytes, or None if unlimited.
@@ -142,17 +142,17 @@ class StorageEngine:
         storage_id: name of this storage service.
         clock: time source for deadlines and expiry.
         boot_id: instance id of the engine whose puts are recovered. By default, a new id is generated.
-        backing: object that owns the blob store and preserves puts beyond the process. By default, puts are lost with
-            the process.
-        quota_of: engine with which this engine shares the quota and memory limit. By default, limits are not shared.
-        memory_bytes: memory limit in bytes, excluding puts that are being received or read. Above the limit, the least
-            recently used puts are removed from memory, provided that they have no freed cells and the mirror has copies
-            of them. Reads fetch removed puts again. The quota still covers all puts. By default, all puts stay in
-            memory.
+        backing: object that owns the blob store and preserves puts after the process ends. By default, puts are lost
+            when the process ends.
+        quota_of: engine whose quota and memory limit this engine shares. By default, limits are not shared.
+        memory_bytes: memory limit in bytes, excluding puts that are being received or read. If the limit is exceeded,
+            the least recently used puts are removed from memory. A put is removed only if it has no freed cells and the
+            mirror has copies of it. A read of a removed put fetches it again. The quota still covers all puts. By
+            default, all puts stay in memory.
 
     Attributes:
-        puts: the complete puts by id.
-        regions, memfds: stores for puts in memory shared with clients on this host.
+        puts: the complete puts, keyed by id.
+        regions, memfds: stores for puts whose memory is shared with clients on this host.
         boot_id: instance id, which consists of 16 random bytes. Puts stored under a different instance id no longer
             exist.
         run_id: random 16-byte id of this engine.
@@ -245,7 +245,7 @@ class StorageEngine:
             QuotaExceededError: the put is larger than the quota, or no capacity became available by the deadline.
                 `retry_after_seconds` is set only if the call waited.
             DiskFullError: the disk is full.
-            CallCancelledError: a retry of this put superseded this call while it was waiting.
+            CallCancelledError: while this call was waiting, a retry of the put superseded it.
         """
         if put_id in self.puts:
             self._check_partition(put_id, partition_id)
@@ -307,7 +307,7 @@ class StorageEngine:
         return self._backing.is_volatile
 
     def shared_store(self, *, is_own_user: bool) -> SharedStore:
-        """Return the store for puts shared with a client that runs as the service's user or as another user."""
+        """Return the store for shared puts, which depends on whether the client runs as the service's user."""
         return self.regions if is_own_user else self.memfds
 
     def _bound_pools(self) -> None:
@@ -321,7 +321,7 @@ class StorageEngine:
 
         Args:
             pending: put whose bytes have all been written.
-            deadline: when to stop waiting for a mirror, on the engine's clock. None means no deadline.
+            deadline: time on the engine's clock at which to stop waiting for a mirror. None means no deadline.
 
         Raises:
             InvalidArgumentError: bytes are missing.
@@ -382,11 +382,12 @@ class StorageEngine:
         return given_at
 
     def on_answer(self, asked: Overdue, unknown: Iterable[bytes]) -> int:
-        """Drop overdue puts that a controller does not know, and return the number of dropped puts.
+        """Drop overdue puts that a controller does not know, and return how many were dropped.
 
         Args:
-            asked: the result of `PutTable.overdue` that was sent to the controller.
-            unknown: ids of puts that are not committed and never will be. All other puts are, or may become, committed.
+            asked: the overdue puts about which the controller was asked, as returned by `PutTable.overdue`.
+            unknown: ids of puts that are not committed and never will be. All other puts are committed or may still be
+                committed.
         """
         dropped = self.puts.on_answer(asked, frozenset(unknown))
         for put_id in dropped:
@@ -394,7 +395,7 @@ class StorageEngine:
         return len(dropped)
 
     def delete_owned(self, owner: bytes) -> Iterator[int]:
-        """Drop all puts of a lost owner in slices, and yield the number of dropped puts per slice."""
+        """Drop all puts of a lost owner, one slice at a time, and yield the number of puts dropped from each slice."""
         for put_ids in self.puts.slices():
             own = [put_id for put_id in put_ids if self.puts.owner_of(put_id) == owner]
             for put_id in own:
@@ -424,11 +425,12 @@ class StorageEngine:
     # Reconciliation with a controller's list of known puts
 
     def begin_reconciliation(self, owner: bytes = b"") -> Reconciliation:
-        """Start comparing an owner's puts with the owner's list of known puts.
+        """Start comparing an owner's stored puts with the list of puts that the owner knows.
 
         Any unfinished reconciliation of the same owner is abandoned. After this call, call `reconcile` for each part of
         the owner's list and finally `finish_reconciliation`. Other calls may run in between. The owner lists its puts
-        after this call, so puts confirmed during the reconciliation are kept even if they are not listed.
+        after this call. Puts that are confirmed during the reconciliation are kept even if the list does not contain
+        them.
         """
         state = self._reconciliations[owner] = Reconciliation(owner)
         return state
@@ -440,11 +442,12 @@ class StorageEngine:
         cells: Iterable[PutCells] = (),
         staying: Iterable[bytes] = (),
     ) -> None:
-        """Process a part of the owner's list of known puts.
+        """Process one part of the owner's list of known puts.
 
         Args:
             state: the result of `begin_reconciliation`.
-            cells: known cells. Unlisted cells of the same puts are freed. The cells of each put must be consecutive.
+            cells: known cells. Unlisted cells of the same puts are freed. The cells of each put must be listed
+                consecutively.
             staying: puts to keep unchanged.
 
         Raises:
@@ -470,7 +473,8 @@ class StorageEngine:
     def finish_reconciliation(self, state: Reconciliation) -> Iterator[None]:
         """Drop the owner's confirmed puts that were not listed. Yield between slices so that other tasks can run.
 
-        Unlisted recovered puts start waiting for a commit, because they may have been uncommitted before the restart.
+        Recovered puts that are not listed start waiting for a commit, because they may not have been committed before
+        the restart.
 
         Raises:
             CallCancelledError: another reconciliation has started.
@@ -521,7 +525,7 @@ class StorageEngine:
         return put_id in self.puts and self.puts.owner_of(put_id) == state.owner
 
     def _free_others(self, state: Reconciliation) -> None:
-        """Free the unlisted cells of the most recently listed put."""
+        """Free those cells of the most recently listed put that the list does not contain."""
         put_id, parts = state.put_id, state.parts
         state.put_id, state.parts = b"", []
         if not parts or any(part.is_whole for part in parts) or not self._has(state, put_id) or put_id in self.damaged:
@@ -569,7 +573,7 @@ class StorageEngine:
     def keep(self, put_id: bytes) -> KeptPut | None:
         """Pin a put's bytes until a recording releases them. Return None if the put is missing or damaged.
 
-        No bytes are copied. Memory stays pinned, and a file is not reused for another put.
+        No bytes are copied. The put's memory stays pinned, and its file is not reused for another put.
         """
         if put_id not in self.puts or put_id in self.damaged:
             return None
@@ -604,7 +608,7 @@ class StorageEngine:
             await store.close()
 
     def open_read(self, runs: Sequence[CellRuns], put_ids: Sequence[bytes], slices: Sequence[RowSlice] = ()) -> Reading:
-        """Find cells, and pin them until the returned reading is closed. Use the reading as a context manager.
+        """Find cells and pin them until the returned context manager (a `Reading`) is closed.
 
         Args:
             runs: runs of the requested cells by field, in the requested order.
@@ -613,7 +617,7 @@ class StorageEngine:
 
         Raises:
             PutNotFoundError: a put or one of its cells was freed or never existed.
-            FieldNotFoundError: a put has never had the requested field.
+            FieldNotFoundError: a put has never contained the requested field.
             InvalidArgumentError: rows are outside a put, row counts differ between fields, or a slice is invalid.
             DataLossError: the bytes of a put are damaged.
         """
@@ -623,7 +627,7 @@ class StorageEngine:
     async def open_long_read(
         self, runs: Sequence[CellRuns], put_ids: Sequence[bytes], slices: Sequence[RowSlice] = ()
     ) -> Reading:
-        """Like `open_read`, but large reads find their cells in a thread to avoid blocking the event loop."""
+        """Like `open_read`, but locate the cells of a large read in a thread to avoid blocking the event loop."""
         if is_light_read(runs, slices):
             return self.open_read(runs, put_ids, slices)
         check_sound(put_ids, self.damaged, self.storage_id)
@@ -636,7 +640,7 @@ class StorageEngine:
         return reading
 
     def _on_unreadable(self, put_id: bytes, blob: Blob, error: OSError) -> TqError:
-        """Handle a failed read of a put's blob, and return the error for the reader.
+        """Handle a failure to read a put's blob, and return the error for the reader.
 
         The put is marked as damaged unless the failure is temporary.
         """
@@ -708,7 +712,7 @@ class StorageEngine:
         self._admission.admit()
 
     def _when_here(self, put_id: bytes, action: Callable[[], None]) -> None:
-        """Run an action that needs a put's tables. If the put is unfetched, fetch it first and run the action later."""
+        """Run an action that needs a put's tables. If the put is not yet fetched, fetch it and run the action later."""
         if self._backing.is_unfetched(put_id):
             self._when_fetched.setdefault(put_id, []).append(action)
             self._backing.fetch_to_free(put_id)
@@ -740,7 +744,7 @@ class StorageEngine:
                 return
 
     def _note_replaced(self, put: StoredPut | RecoveredPut) -> None:
-        """Update the number of spilled bytes after a put was removed from the table or loaded into memory."""
+        """Update the number of spilled bytes after a put has been removed from the table or loaded into memory."""
         if isinstance(put, RecoveredPut):
             self._count_spilled(-put.spilled_bytes)
 
@@ -798,7 +802,7 @@ class StorageEngine:
     # Compaction
 
     def _note_hole(self, put_id: bytes) -> None:
-        """Schedule a put for compaction, either immediately if it is mostly dead or once other puts need capacity."""
+        """Schedule a put for compaction: immediately if it is mostly dead, otherwise once other puts need capacity."""
         put = self.puts[put_id]
         if put.dead_bytes() * 8 < put.values.charge:
             return
@@ -808,7 +812,7 @@ class StorageEngine:
             self._start_compaction()
 
     def _relieve(self) -> None:
-        """Because puts are waiting for capacity, compact all puts that have enough dead cells."""
+        """Compact all puts that have enough dead cells, to make room for waiting puts."""
         if not self._due:
             self._due.update(self._holed)
         self._start_compaction()

@@ -1383,7 +1383,8 @@ class WaitReason(google.protobuf.message.Message):
     PUT_WAITS_FOR_FIELD_NUMBER: builtins.int
     code: builtins.str
     """Stable code in capitals. PARTITION_NOT_FOUND. NO_SAMPLES: the partition is empty. FIELD_NEVER_PUT: no sample has
-    one of the requested fields. ALL_CONSUMED: the task has consumed all samples of an open partition. TOO_FEW_READY.
+    one of the requested fields. ALL_CONSUMED: the task has consumed all samples, but the partition is not sealed or
+    some samples are still leased. TOO_FEW_READY.
     GROUPS_INCOMPLETE: too few groups are ready with all members. SAMPLER_WAITS: enough samples are ready, but the
     sampler does not plan a batch yet. VERSION_NOT_PUBLISHED: waits for `not_before_version`. STALENESS_BOUNDED: enough
     are ready, but older ones that are not ready would become too stale. NO_CAPACITY: enough prompts are ready, but the
@@ -1462,8 +1463,8 @@ class NotReady(google.protobuf.message.Message):
     sample_count: builtins.int
     """Number of samples."""
     example: builtins.str
-    """An example for people: the name of a group with its counts. For a "field" that groups share: the put that is
-    missing.
+    """Details for people. For "group": the name of an incomplete group, with its counts. For "older": one of the samples.
+    For a "field" that groups share: that the groups lack a value, which must be put for them.
     """
     @property
     def ends_in(self) -> google.protobuf.duration_pb2.Duration:

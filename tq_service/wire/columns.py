@@ -1,16 +1,16 @@
 """The wire and storage format of columns: dtypes, bytes, row layout, validation, and frames.
 
 A column's values are the bytes of all its rows, concatenated. A dense column contains only values. A jagged column also
-contains extents, which specify the size of each row in each ragged dimension. In an object column, the extents are the
-row sizes in bytes. If an object column contains rows in several encodings, each row has a second extent, which
-identifies the encoding of the row.
+contains extents, which specify the size of each row in each ragged dimension. The extents of an object column are the
+sizes of its rows in bytes. If the rows of an object column use several encodings, each row has a second extent that
+identifies its encoding.
 
 Encoding never imports torch, because a process that has not imported torch cannot have tensors to encode.
 
 The Python protobuf library copies each field twice. A message with a single field consists of a tag, the length as a
 varint, and the bytes. This module writes single-field messages with only one copy, and reads frames without copying.
-The protobuf library handles headers and messages with an unusual encoding. If a deserializer raises an exception, gRPC
-reports INTERNAL without a message. Decoders therefore return `Garbled` instead of raising an exception.
+Headers, and messages with an unusual encoding, are left to the protobuf library. If a deserializer raises an exception,
+gRPC reports INTERNAL without a message. Decoders therefore return `Garbled` instead of raising an exception.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def dtype_name(dtype: Any, what: str) -> str:
 
 @cache
 def _name_of(dtype: Any) -> str:
-    """Return the name of a dtype. Names are cached, because numpy computes them slowly."""
+    """Return the name of a dtype. Names are cached, because computing them with numpy is slow."""
     return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
@@ -191,7 +191,7 @@ def _torch_dtype(name: str) -> Any:
 Extents = NDArray[np.int64]
 
 MAX_ROWS: Final = 1 << 24
-"""Maximum number of rows per put or get, which limits the memory that a receiver allocates from a header alone."""
+"""Maximum number of rows per put or get. It limits the memory that a receiver allocates based on a header alone."""
 
 _MAX_BYTES: Final = 1 << 60
 _MAX_DIMS: Final = 64
@@ -212,8 +212,8 @@ class ColumnShape:
             have several encodings, the shape is `(n, 2)`, and the second column identifies each row's encoding. None
             for dense columns.
         value_bytes: total size of all rows in bytes.
-        whole_lengths: array of shape `(n,)` with the size of each complete row in dimension 0, if a get requested only
-            parts of rows. Otherwise None.
+        whole_lengths: if a get requested only parts of rows, an array of shape `(n,)` with the size of each complete
+            row in dimension 0. Otherwise None.
     """
 
     spec: FieldSpec
@@ -231,7 +231,7 @@ class ColumnShape:
         return np.asarray(elements * _fixed_part(self.spec), dtype=np.int64)
 
     def row_offsets(self) -> NDArray[np.int64]:
-        """Return each row's offset in the column's values, followed by the total size, with shape `(n + 1,)`."""
+        """Return an array of shape `(n + 1,)`: each row's offset in the column's values, followed by the total size."""
         return offsets_of(self.row_bytes())
 
     def validate(self) -> None:
@@ -279,7 +279,7 @@ class ColumnShape:
                 products *= extent
             estimate = float(products.sum()) * _fixed_part(self.spec)
         if not estimate <= _MAX_BYTES:
-            raise _wrong_column(self.spec, "extents", f"has extents that add up to more than {_MAX_BYTES} bytes")
+            raise _wrong_column(self.spec, "extents", f"has extents that describe over {_MAX_BYTES} bytes of values")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -342,7 +342,7 @@ def is_on_host(columns: Sequence[SourceColumn]) -> TypeGuard[Sequence[Column]]:
 
 
 def columns_on_host(columns: Sequence[SourceColumn]) -> list[Column]:
-    """Return the columns with all bytes on the host. This call blocks until the bytes have been copied from devices."""
+    """Return the columns with all bytes in host memory. Wait until the bytes have been copied from devices."""
     return [
         Column(
             spec=column.spec,
@@ -380,7 +380,7 @@ def _validate_spec(spec: FieldSpec) -> None:
         raise _wrong_column(spec, "layout", "has no layout; expected dense, jagged or object")
     if shape is None:
         raise _wrong_column(
-            spec, "row_shape_known", "does not set row_shape_known; set it together with row_shape in each column"
+            spec, "row_shape_known", "does not set row_shape_known; set row_shape and row_shape_known in each column"
         )
     if spec.layout is Layout.OBJECT:
         if spec.dtype or shape:
@@ -400,7 +400,9 @@ def _validate_spec(spec: FieldSpec) -> None:
             "dimension of a jagged field",
         )
     if spec.layout is Layout.JAGGED and not spec.ragged_dims:
-        raise _wrong_column(spec, "row_shape", "is jagged, but has no ragged dimension; set one size to -1")
+        raise _wrong_column(
+            spec, "row_shape", "is jagged, but has no ragged dimension; set one size in row_shape to -1"
+        )
     if _fixed_part(spec) > _MAX_BYTES:
         raise _wrong_column(spec, "row_shape", f"has rows of more than {_MAX_BYTES} bytes; use smaller rows")
 
@@ -442,7 +444,7 @@ def encode_header(column: ColumnShape) -> metadata_pb2.ColumnHeader:
 
 
 def put_header(put_id: bytes, columns: Sequence[ColumnShape], **more: Any) -> PutHeader:
-    """Build the header of a put with the given columns. `more` adds further header fields, such as the partition."""
+    """Build the header for a put of the given columns. `more` contains other header fields, such as the partition."""
     return PutHeader(
         put_id=put_id,
         row_count=columns[0].row_count,
@@ -489,7 +491,7 @@ def _decode_whole_lengths(spec: FieldSpec, data: bytes, row_count: int) -> NDArr
         raise _wrong_column(
             spec,
             "whole_lengths",
-            f"has {len(data)} bytes of whole lengths; expected {row_count * 8} for {row_count} rows, or 0",
+            f"has whole_lengths of {len(data)} bytes; expected {row_count * 8} bytes for {row_count} rows, or 0",
         )
     return np.frombuffer(data, "<i8").astype(np.int64, copy=False)
 
@@ -539,7 +541,7 @@ def decode_headers(
 
 
 def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
-    """Return a spec that covers a field's rows from several puts. Dimensions with different sizes become ragged.
+    """Return a spec that covers a field's rows from several puts. Dimensions whose sizes differ become ragged.
 
     If the puts contain objects in several encodings, the encoding of the result is None. Dense rows become jagged when
     they are combined with jagged rows or with dense rows of another shape. Such combinations can occur only in fields
@@ -576,7 +578,7 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
 
 
 def with_ragged_dim(spec: FieldSpec) -> FieldSpec:
-    """Return the spec of a field's column. In a jagged spec without ragged dimensions, dimension 0 becomes ragged."""
+    """Return the spec of a field's column. If a jagged spec has no ragged dimensions, dimension 0 becomes ragged."""
     if spec.layout is not Layout.JAGGED or spec.ragged_dims or not spec.row_shape:
         return spec
     return replace(spec, row_shape=(-1, *spec.row_shape[1:]))
@@ -592,7 +594,7 @@ def row_shapes(spec: FieldSpec, extents: Extents | None, row_count: int) -> NDAr
 
 
 def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_count: int) -> Extents | None:
-    """Convert the extents of rows from one spec to another that also covers these rows.
+    """Convert the extents of rows to another spec that also covers these rows.
 
     Args:
         other: the target spec, which may have additional ragged dimensions or no encoding, because it covers several
@@ -615,16 +617,16 @@ MOST_FRAME_PARTS: Final = 4096
 """Maximum number of chunks per frame. Joining this many chunks takes a few milliseconds, regardless of size."""
 
 SEND_AS_KEY: Final = "tq-send-as"
-"""Key in the initial metadata with which a storage service requests a put's bytes, once it has capacity for them.
+"""Key in the initial metadata by which a storage service that has capacity for a put requests the put's bytes.
 
 The value specifies how the client must send the bytes.
 """
 
 SEND_AS_FRAMES: Final = "frames"
-"""Value of `SEND_AS_KEY` that requests the bytes in frames."""
+"""Value of `SEND_AS_KEY` that tells the client to send the bytes in frames."""
 
 SEND_AS_BULK: Final = "bulk"
-"""Value of `SEND_AS_KEY` that requests the bytes over bulk connections, with the ticket in `TICKET_KEY`."""
+"""Value of `SEND_AS_KEY` that requests the bytes over bulk connections. The ticket is sent under `TICKET_KEY`."""
 
 TICKET_KEY: Final = "tq-ticket-bin"
 """Key in the initial metadata under which a put's `BulkTicket` is sent."""
@@ -636,10 +638,10 @@ SEND_AS_REGION: Final = "region"
 """Value of `SEND_AS_KEY` that requests the bytes in a shared-memory region offered by the service over the session."""
 
 REGION_KEY: Final = "tq-region-bin"
-"""Key in the initial metadata under which a put's `RegionOffer` is sent."""
+"""Key of a put's `RegionOffer` in the initial metadata."""
 
 SEND_AS_FD: Final = "fd"
-"""Value of `SEND_AS_KEY` that requests the bytes in a sealed memory file, over the session named in the put."""
+"""Value of `SEND_AS_KEY` that requests a sealed memory file with the bytes, over the session named in the put."""
 
 INLINE_BYTES: Final = 256 << 10
 """Maximum size in bytes of a put or get sent in a single message (PutInline, GetInline) instead of a stream.
@@ -649,7 +651,7 @@ count toward the quota. `WAITING_BYTES` limits the total size of waiting inline 
 """
 
 WAITING_BYTES: Final = "waiting_bytes"
-"""Value of `limit_name` in the error for a call that may not wait because waiting requests use too much memory."""
+"""Value of `limit_name` in the error for a call that must not wait because waiting requests use too much memory."""
 
 # Slightly below glibc's largest dynamic mmap threshold (32 MiB).
 _LARGEST_THRESHOLD_BYTES: Final = (32 << 20) - (64 << 10)
@@ -710,8 +712,8 @@ def iter_frames(
     Args:
         chunks: bytes to send, in order.
         frame_bytes: size of each frame in bytes. The last frame may be smaller.
-        most_parts: maximum number of chunks per frame. Frames that reach this limit contain fewer bytes. None means no
-            limit.
+        most_parts: maximum number of chunks per frame, or None for no limit. A frame that reaches this limit may
+            contain fewer than `frame_bytes` bytes.
 
     Yields:
         The parts of each frame, for use with `encode_part`. Frames are never empty.
@@ -751,7 +753,7 @@ class ScatteredRows:
 
 
 class ColumnReceiver:
-    """A receiver that copies the frames of a get into one buffer per column.
+    """Copies the frames of a get into one buffer per column.
 
     Each column has its own aligned buffer, which is freed together with the column's tensor.
 
@@ -761,7 +763,7 @@ class ColumnReceiver:
             allocated.
 
     Attributes:
-        views: views of the buffers, in the order in which they are filled.
+        views: views of the buffers' memory, in the order in which the buffers are filled.
     """
 
     def __init__(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes | ScatteredRows] | None = None) -> None:
@@ -831,12 +833,12 @@ def _plain_frame(data: bytes) -> memoryview | None:
 
 @cache
 def keep_frame_buffers() -> None:
-    """Raise glibc's mmap threshold for this process, once. This call has no effect with other C libraries.
+    """Raise glibc's mmap threshold once in this process. This call has no effect with other C libraries.
 
-    glibc allocates each block above the threshold with a new mapping, and mapping fresh pages costs more than copying
-    data into them. When a mapped block is freed, glibc raises the threshold to the block's size (`M_MMAP_THRESHOLD` in
-    mallopt(3)). Freeing one untouched block of 32 MiB is therefore sufficient. In measurements, get throughput
-    increased from 0.7 to 1.3 GB/s, and asyncio clients that did nothing but put data needed half the CPU time.
+    glibc creates a new mapping for each block above the threshold, and mapping fresh pages costs more than copying data
+    into them. When a mapped block is freed, glibc raises the threshold to the block's size (`M_MMAP_THRESHOLD` in
+    mallopt(3)). Freeing one untouched block of 32 MiB is therefore sufficient. In measurements, this change increased
+    get throughput from 0.7 to 1.3 GB/s and halved the CPU time of asyncio clients that only put data.
     """
     block = bytes(_LARGEST_THRESHOLD_BYTES)
     del block

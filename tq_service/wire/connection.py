@@ -2,10 +2,10 @@
 
 Clients authenticate with a bearer token over TLS. Services also authenticate to each other with tokens and TLS.
 
-A large request is split into several messages within one call. Messages are small, so only a few bytes are in flight to
-a service at a time. If the serialized first request of a call has at least `PART_BYTES` bytes, it is split into parts
-of exactly this size. The last part is smaller and may be empty. The service joins the parts before it executes the
-request. A request is therefore executed either completely or not at all.
+A large request is split into several messages within one call. Because the messages are small, only a few bytes are in
+flight to a service at any time. If the serialized first request of a call has at least `PART_BYTES` bytes, it is split
+into parts of exactly this size. The last part is smaller and may be empty. The service joins the parts before it
+executes the request. A request is therefore executed either completely or not at all.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _OF_CLUSTER: Final[dict[str, Any]] = {
 }
 
 CONTROLLER_CONNECTION_SECONDS: Final = 30
-"""Number of seconds for which a controller in a cluster accepts new calls on a connection. Calls in flight continue.
+"""How long, in seconds, a controller in a cluster accepts new calls on a connection. Calls in flight continue.
 
-Some clients connect to a cluster through a load balancer that routes to the leader. Because of the limit, these clients
-reconnect and so reach the current leader.
+Some clients connect to a cluster through a load balancer that routes to the leader. The limit makes these clients
+reconnect, which brings them to the current leader.
 """
 
 
@@ -78,16 +78,16 @@ STREAM_WINDOW_BYTES: Final = 16 << 10
 """Maximum number of unread bytes that a client may send to the service."""
 
 PART_BYTES: Final = 2 << 20
-"""Size in bytes of each part except the last. If the first message of a call has at least this size, parts follow."""
+"""Size in bytes of each part except the last. If a call's first message has at least this size, more parts follow."""
 
 MAX_REQUEST_BYTES: Final = 64 << 20
-"""Maximum size of a request in bytes, including all parts."""
+"""Maximum total size of all parts of a request, in bytes."""
 
 MOST_BATCHED_CALLS: Final = 256
-"""Maximum number of unanswered calls in a `CallMany` stream, and of calls in each message of the stream."""
+"""Maximum number of unanswered calls per `CallMany` stream, which is also the maximum number of calls per message."""
 
 MOST_BATCHED_REQUEST_BYTES: Final = 16 << 10
-"""Maximum size in bytes of the request in a batched call. Larger requests are sent as separate calls."""
+"""Maximum size of a batched call's request, in bytes. Larger requests are sent as separate calls."""
 
 MOST_BATCHED_METADATA_BYTES: Final = 1024
 """Maximum size in bytes of a batched call's metadata, excluding the stream's own metadata."""
@@ -179,9 +179,9 @@ class Credentials:
             changes. If None, use the token in `TQ_TOKEN`, otherwise the token in the file named by `TQ_TOKEN_FILE`,
             otherwise no token. If False, use no token, even if these variables are set.
         tls: TLS settings for connections to the service. If None, use the settings in `TQ_TLS_CA`, `TQ_TLS_CERT` and
-            `TQ_TLS_KEY`, otherwise plaintext. If False, use plaintext, even if these variables are set.
-        insecure: whether the token may be sent to other machines in plaintext. If None, `TQ_INSECURE` determines the
-            value.
+            `TQ_TLS_KEY`, or plaintext if they are not set. If False, use plaintext, even if these variables are set.
+        insecure: whether to allow sending the token to other machines in plaintext. If None, `TQ_INSECURE` determines
+            the value.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Credentials:
 
     @property
     def has_token(self) -> bool:
-        """Whether calls contain a token."""
+        """Whether calls carry a token."""
         return self._token_file is not None or self._metadata is not None
 
     @property
@@ -213,7 +213,7 @@ class Credentials:
         return "the token" if self.has_token else ""
 
     def metadata(self) -> Metadata | None:
-        """Return the call metadata that contains the token, or None if no token is set.
+        """Return call metadata containing the token, or None if no token is set.
 
         Raises:
             UnauthenticatedError: the token file cannot be read, or does not contain a token.
@@ -236,11 +236,11 @@ class Credentials:
         self._reread_at = time.monotonic() + _REREAD_SECONDS
 
     def signature(self) -> Signature:
-        """Return a value that changes whenever the channel must be reopened because the TLS files have changed."""
+        """Return a value that changes whenever a TLS file is modified. The channel must then be reopened."""
         return () if self.tls is None else self.tls.signature()
 
     def check_target(self, address: str) -> None:
-        """Reject an address if calls would send the token there in plaintext over the network.
+        """Reject an address if calls to it would send the token over the network in plaintext.
 
         Raises:
             InvalidArgumentError: the address is on another machine, TLS is off, and `insecure` is not set.
@@ -264,7 +264,7 @@ class Credentials:
 
 
 def open_channel(api: Any, address: str, credentials: Credentials, options: Sequence[tuple[str, Any]]) -> Any:
-    """Open a channel, which is synchronous if `api` is `grpc` and asynchronous if `api` is `grpc.aio`.
+    """Open a channel that is synchronous if `api` is `grpc`, or asynchronous if `api` is `grpc.aio`.
 
     Raises:
         InvalidArgumentError: the credentials cannot be read, or must not be sent to `address`.
@@ -346,14 +346,15 @@ _TIMED_OUT: Final = "timed out"  # as in the result of `addresses.cause_of`
 
 
 class Controllers:
-    """The controllers' addresses, and the choice of the controller to call. Thread-safe.
+    """Stores the controllers' addresses and chooses which controller to call. Thread-safe.
 
     If several controllers exist, one of them is the leader. The error response of a standby contains the leader's
     address. The client then calls the leader, even if the leader's address was not configured. If the leader does not
     respond, the client tries the configured addresses in turn.
 
     Args:
-        addresses: one address, such as a DNS name that resolves to all controllers, or several, separated by commas.
+        addresses: one or more addresses, separated by commas. A single address may be a DNS name that resolves to all
+            controllers.
 
     Attributes:
         current: address of the controller to call next.

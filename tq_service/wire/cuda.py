@@ -1,8 +1,8 @@
 """The functions of `torch.cuda` that this package uses. Tests replace these functions with fakes that need no device.
 
 Torch is imported only if a tensor is on a device or the caller specifies one. No function in this module waits for an
-entire device or stream. Only an event's `synchronize` method blocks the calling thread, until the work before the event
-is done.
+entire device or stream. Only an event's `synchronize` method and a `copy` of pageable memory block the calling thread.
+`synchronize` returns once the work before the event is done.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """A point in a stream's sequence of work."""
+    """A point in the sequence of work that a CUDA stream performs."""
 
     def query(self) -> bool:
         """Return whether the stream has reached the event."""
@@ -64,7 +64,7 @@ def find(name: Any) -> Device:
     if device.type != "cuda" or (device.index or 0) >= count:
         raise InvalidArgumentError(
             f"device is {name!r}; expected 'cpu' or one of the {count} CUDA devices that torch detects, starting at "
-            "'cuda:0'. Alternatively, get the data without a device, and move it afterwards",
+            "'cuda:0'. Alternatively, get the data without a device, and move it afterward",
             field="device",
         )
     return device if device.index is not None else load_torch().device("cuda", cuda.current_device())
@@ -111,11 +111,11 @@ def empty(size: int, device: Device, stream: Stream) -> Tensor:
 
 
 def copy(target: Tensor, source: Tensor, stream: Stream) -> None:
-    """Make a stream copy bytes between the host and a device, in either direction.
+    """Copy bytes between the host and a device, in either direction, on a stream.
 
     If the host memory is pinned, the call returns immediately. The memory must then remain unchanged and pinned until
-    the stream has completed the copy. If the host memory is pageable, the call returns after the bytes have been read
-    or written.
+    the stream has completed the copy. If the host memory is pageable, the call returns only once the bytes have been
+    read or written.
     """
     with using(stream):
         target.copy_(source, non_blocking=True)

@@ -1,13 +1,13 @@
-"""Copying of tensors between a CUDA device and the host through pinned memory, concurrently with the caller's kernels.
+"""Copies tensors between a CUDA device and the host through pinned memory, concurrently with the caller's kernels.
 
 ::
 
     down    caller's stream ── event ──> copy stream ── pinned memory ── event ──> the thread that sends the bytes
     up      pinned memory ──> copy stream ── one arena on the device ── event ──> the caller's stream
 
-A copy waits for an event in the caller's stream. For a copy to the device, the caller's stream waits for an event in
-the copy stream. No step waits for the entire device or for all work in a stream. If the host memory is pinned (see
-`host_memory`), for example in a region shared with the storage service, the copy is direct. Otherwise, the bytes pass
+Each copy waits for an event in the caller's stream. If the copy is to the device, the caller's stream in turn waits for
+an event in the copy stream. No step synchronizes the entire device or an entire stream. Copies to or from pinned host
+memory (see `host_memory`), such as a region shared with the storage service, are direct. Otherwise, the bytes pass
 through pinned blocks.
 """
 
@@ -54,7 +54,7 @@ def find_device(name: Any) -> Device | None:
 
 
 def on_these_streams(work: Callable[[], T]) -> Callable[[], T]:
-    """Wrap a function so that another thread can run it with the calling thread's current streams."""
+    """Wrap a function so that it uses the calling thread's current streams even if another thread runs it."""
     streams = cuda.side_streams()
     if not streams:
         return work
@@ -107,7 +107,10 @@ class DeviceBytes:
         return DeviceBytes(self._values[part], self._ready)
 
     def copy_to(self, target: Bytes) -> cuda.Event:
-        """Start copying the bytes to `target`. Keep `target` and this object until the returned event has occurred."""
+        """Start copying the bytes to `target`.
+
+        Keep `target` and this object alive until the returned event has occurred.
+        """
         self._ready.synchronize()  # blocks this thread instead of the stream, which other callers also use
         stream = copy_stream(self.device, "down")
         cuda.copy(cuda.load_torch().from_numpy(target), self._values, stream)
@@ -156,7 +159,7 @@ def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
 
 
 def copy_to_host(target: Bytes, chunks: Iterable[Chunk]) -> None:
-    """Copy chunks into contiguous host memory. If the host memory is pinned, bytes on a device are copied directly."""
+    """Copy chunks into contiguous host memory. Bytes on a device are copied to pinned memory directly."""
     view, end = target.data, 0
     pin = PINNED.find(target)
     copies: list[tuple[cuda.Event, DeviceBytes]] = []  # references chunks, so the device cannot reuse their memory
@@ -204,10 +207,10 @@ def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
 
     The views are aligned to 64 bytes. Adjacent arrays in pinned memory are copied in a single step. Arrays in pageable
     memory pass through pinned blocks. The device's current stream waits for the copies, but the calling thread does
-    not. The caller must not modify the arrays afterwards.
+    not. The caller must not modify the arrays afterward.
 
     Raises:
-        torch.OutOfMemoryError: the device has too little memory; no memory remains allocated.
+        torch.OutOfMemoryError: the device is out of memory; no memory remains allocated.
     """
     pins = [PINNED.find(array) if array.size else None for array in arrays]
     addresses = [array.ctypes.data for array in arrays]
@@ -246,7 +249,7 @@ def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
 
 
 def _blocks(waiting: deque[tuple[int, Bytes]], start: int, end: int, device: Device) -> Iterator[tuple[int, Bytes]]:
-    """Yield the bytes of an arena from `start` to `end` in pinned blocks, each with the block's offset in the arena."""
+    """Yield bytes `start` to `end` of an arena in pinned blocks, each with its offset in the arena."""
     while start < end:
         stop = min(start + _BLOCK_BYTES, end)
         block = BLOCKS.take(_BLOCK_BYTES, device)[: stop - start]

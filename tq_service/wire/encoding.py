@@ -85,7 +85,7 @@ def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> l
 
 
 def encode_appended(data: Any, known: Mapping[str, FieldSpec]) -> list[SourceColumn]:
-    """Encode the columns for an append. Every column becomes jagged, with dimension 0 ragged.
+    """Encode the columns for an append. Each column becomes jagged, and its dimension 0 becomes ragged.
 
     Args:
         data: columns in the form that `encode_columns` accepts. Each row must have at least one dimension.
@@ -104,8 +104,8 @@ def _ragged(column: SourceColumn) -> SourceColumn:
     spec, shape = column.spec, column.spec.row_shape
     if spec.layout is Layout.OBJECT or not shape or spec.ragged_dims not in {(), (0,)}:
         raise InvalidArgumentError(
-            f"field {spec.name!r} is {spec.describe()}; expected one tensor or list of numbers per sample, which may "
-            "differ only in the first dimension. Use put instead of append for other fields",
+            f"field {spec.name!r} is {spec.describe()}; expected one tensor or list of numbers per sample, with "
+            "shapes that differ at most in the first dimension. For other fields, use put instead of append",
             field="data",
             metadata={"field_name": spec.name},
         )
@@ -117,7 +117,7 @@ def _ragged(column: SourceColumn) -> SourceColumn:
 def has_lists(data: Any) -> bool:
     """Return whether any column is a list.
 
-    The encoding of a list depends on the spec of the existing field.
+    How a list is encoded depends on the existing field's spec.
     """
     is_mapping = isinstance(data, Mapping) and not _is_tensordict(data)
     return is_mapping and any(isinstance(values, (list, tuple)) for values in data.values())
@@ -205,9 +205,9 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
     """Return the rows of a `NonTensorStack` or `NonTensorData`, as tensordict's `tolist()` does.
 
     A `NonTensorData` usually contains a single value for all rows, even if the value is a list. This rule has two
-    exceptions. First, an array of objects or text with one item per row contains the rows, because TensorDicts store
-    lists and arrays in this form. Second, a list, tuple or array contains the rows if its `NonTensorData` has no batch
-    dimension and is not in a TensorDict.
+    exceptions. First, an array of objects or text that has one item per row is taken as the rows, because TensorDicts
+    store lists and arrays in this form. Second, if a `NonTensorData` has no batch dimension and is not in a TensorDict,
+    a list, tuple or array in it is taken as the rows.
 
     Raises:
         InvalidArgumentError: the `NonTensorData` contains a single value for an unknown number of rows.
@@ -221,8 +221,8 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
         return _rows_of_array(array)
     if not isinstance(items, (list, tuple)):
         raise InvalidArgumentError(
-            f"field {name!r} is NonTensorData with one {type(items).__name__} for an unknown number of rows. Pass it "
-            "in a TensorDict, or set its batch_size",
+            f"field {name!r} is NonTensorData with one {type(items).__name__}, so its number of rows is unknown. Pass "
+            "it in a TensorDict, or set its batch_size",
             field="data",
         )
     return list(items)
@@ -245,7 +245,7 @@ def _bytes_of(name: str, values: Any) -> tuple[str, Chunk]:
 
 
 def _check_values(name: str, values: Any) -> None:
-    """Reject tensors and arrays without plain values, such as masked arrays and sparse or meta tensors."""
+    """Reject values that are not plain tensors or arrays, such as masked arrays and sparse or meta tensors."""
     if not is_tensor(values):
         problem = "a masked array, whose mask would be lost; call filled() first" if np.ma.isMaskedArray(values) else ""
     elif values.is_nested:
@@ -271,7 +271,7 @@ def _column(spec: FieldSpec, row_count: int, extents: Extents | None, chunks: tu
 
 
 def _encode_nested(name: str, values: Any) -> SourceColumn:
-    """Encode a nested tensor. In the usual case, a packed tensor that is ragged in dimension 0, nothing is copied."""
+    """Encode a nested tensor. A packed tensor that is ragged in dimension 0, which is the usual case, is not copied."""
     torch = sys.modules["torch"]
     nested = values.detach()
     if nested.layout is not torch.jagged:
@@ -363,8 +363,8 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
     """Encode rows that are lists of numbers as a tensor column. Return None for any other lists.
 
     The type of an empty list is unknown, and the shape of nested lists may be irregular. Empty and nested lists are
-    therefore converted to tensors only if the field already exists and contains tensors. Otherwise, the kind of a new
-    field would depend on which values happen to be in its first put.
+    therefore converted to tensors only if the field already exists and contains tensors. Otherwise, the values in a new
+    field's first put would determine whether the field contains tensors.
     """
     items: list[Any] = []
     for some in _parts(values, _LISTS_AT_ONCE):

@@ -1,9 +1,8 @@
 """Conversion of errors to and from gRPC statuses.
 
 An error is sent as a `google.rpc.Status` with `ErrorInfo` (reason and metadata). The status also contains `BadRequest`
-if the error concerns an argument, and `RetryInfo` if a later retry may succeed. The client raises the error class that
-corresponds to the reason. If the reason is unknown, the client raises the error class that corresponds to the status
-code.
+if the error concerns an argument, and `RetryInfo` if a later retry may succeed. The client raises an error of the class
+that corresponds to the reason. If the reason is unknown, the status code determines the class instead.
 """
 
 from __future__ import annotations

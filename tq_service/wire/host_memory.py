@@ -6,15 +6,15 @@
     PINNED   pin: registered with the driver once -> Pin -> last reference is deleted -> stays registered until
              others need its share of TQ_PINNED_BYTES, or it is unmapped
 
-The operating system takes longer to map new pages than to receive the bytes. In measurements, system time alone made
+Mapping new pages takes the operating system longer than receiving the bytes. In measurements, system time alone made
 the throughput of 256 MiB gets vary from 0.5 to 2.2 GB/s. A training loop receives and discards batches of similar size,
 so it can reuse a few blocks for all of them.
 
-Blocks for a device, buffers filled by loader workers, and regions of a storage service on this host are pinned. Copies
-to or from pageable memory would be several times slower. If the limit on pinned memory is reached, or the operating
-system refuses to pin more, further memory remains pageable.
+The following memory is pinned: blocks for a device, buffers filled by loader workers, and regions of a storage service
+on this host. Copies to or from pageable memory would be several times slower. Once the limit on pinned memory is
+reached or the operating system refuses to pin more, additional memory stays pageable.
 
-Arrays can be garbage-collected at any time in any thread, so their finalizers do not use locks.
+Arrays can be garbage-collected at any time and in any thread, so their finalizers take no locks.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Pin:
 
 @dataclass(slots=True, eq=False)
 class _Pinned:
-    """A pinned mapping, and its `Pin` while the mapping is in use."""
+    """A pinned mapping. While the mapping is in use, `pin` returns its `Pin`."""
 
     address: int
     size: int
@@ -108,9 +108,9 @@ class PinnedMemory:
     """A registry that pins mappings up to a limit. Thread-safe.
 
     When the limit is reached, the registry unpins the least recently used mappings that are not in use. A mapping is
-    unpinned before it is unmapped, but only after the last copy that uses it. `keep` therefore retains the arrays of
-    each copy until the copy has finished. The lock is reentrant, because a finalizer can run in a thread that holds the
-    lock.
+    unpinned before it is unmapped, but only after the last copy that uses it has finished. `keep` therefore retains the
+    arrays of each copy until the copy has finished. The lock is reentrant, because a finalizer can run in a thread that
+    holds the lock.
 
     Args:
         limit_bytes: maximum total number of pinned bytes. If None, the value of `TQ_PINNED_BYTES` is used, or 1 GiB if
@@ -141,7 +141,7 @@ class PinnedMemory:
             text = os.environ.get(LIMIT_VARIABLE) or str(_DEFAULT_LIMIT_BYTES)
             if not text.isdecimal():
                 raise InvalidArgumentError(
-                    f"{LIMIT_VARIABLE} is {text!r}; expected a number of bytes, where 0 means that no memory is pinned"
+                    f"{LIMIT_VARIABLE} is {text!r}; expected a number of bytes, or 0 to disable pinning"
                 )
             self._limit = int(text)
         return self._limit
@@ -157,8 +157,9 @@ class PinnedMemory:
     def pin(self, mapping: Mapping, device: Device) -> Pin | None:
         """Pin a mapping, or return its existing pin. Return None if the mapping remains pageable.
 
-        The mapping must be anonymous or a shared mapping of a memfd. In a private mapping of a file, the driver would
-        copy each page. A pinned memfd cannot be sealed against writing, but regions are never sealed.
+        The mapping must be either an anonymous mapping or a shared mapping of a memfd. If a private mapping of a file
+        were pinned, the driver would copy each page. A pinned memfd can no longer be sealed against writing, but this
+        does not affect regions, which are never sealed.
         """
         while mapping.size <= self._limit_bytes():
             with self._lock:
@@ -247,7 +248,7 @@ class Blocks:
     def take(self, size: int, device: Device | None = None) -> Bytes:
         """Return an array of `size` uninitialized bytes.
 
-        An array for a device is pinned if possible, and is not inherited by forked child processes.
+        If the array is for a device, it is pinned if possible, and forked child processes do not inherit it.
         """
         if size < _SMALL_BYTES and device is None:
             return np.empty(size, np.uint8)
@@ -259,7 +260,7 @@ class Blocks:
         return block.array(0, size, _Use(self, block, None if device is None else PINNED.pin(block, device)))
 
     def take_columns(self, sizes: Sequence[int], device: Device) -> list[Bytes]:
-        """Return arrays of the given sizes for a device, in a block that a single copy can transfer."""
+        """Return arrays of the given sizes in one block, so that a single copy can transfer them to the device."""
         starts, end = place_columns(sizes)
         block = self.take(max(end, 1), device)
         return [block[start : start + size] for start, size in zip(starts, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""Memory that this process maps (an entire memfd, or new anonymous memory) and can pin for a device.
+"""Mappings of entire memfds or of new anonymous memory, which this process can pin for a device.
 
 The mappings in this module do not keep file descriptors open. In contrast, Python's `mmap` keeps a file descriptor open
 for each mapping, and the number of file descriptors is limited.
@@ -79,7 +79,7 @@ class Mapping:
     """Memory that remains mapped in this process until the last reference to this object is deleted.
 
     Args:
-        fd: file descriptor of a memfd, which is mapped in full. The descriptor may be closed afterwards.
+        fd: file descriptor of a memfd, which is mapped in full. The descriptor may be closed afterward.
         is_shared: whether writes modify the memfd. If False, writes modify only this mapping.
         is_inherited: whether forked child processes inherit the mapping.
         is_populated: whether all pages are mapped immediately instead of on first use.
@@ -141,7 +141,7 @@ class Mapping:
         return np.asarray(_Part(self, start, size, owner))
 
     def discard_changes(self, first_page: int, end_page: int) -> None:
-        """Discard the modified pages in a range of a private mapping. The range then shows the memfd's pages again."""
+        """Restore the memfd's pages in a range of a private mapping by discarding the modified pages."""
         page, count = self.address // PAGE_BYTES + first_page, end_page - first_page
         changed = _changed_pages(page, count)
         if changed is None:

@@ -86,7 +86,7 @@ _ENUMS: Final[Mapping[str, EnumWords[Any]]] = {
 def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
     """Create a dataclass instance from the message fields with the same names.
 
-    An optional field becomes None if it is unset or, for fields without presence, empty. Repeated fields become tuples,
+    An optional field becomes None if it is unset, or if it has no presence and is empty. Repeated fields become tuples,
     submessages become dataclasses of the annotated types, and a Duration `x` becomes the float `x_seconds`. If a
     message field is empty and the dataclass field has a default, the instance uses the default.
 
@@ -111,7 +111,7 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
         kind: message class to instantiate.
         source: object whose attributes are read. An attribute is None for an unset field, an object for a submessage, a
             word for an enum, and a number `x_seconds` for a Duration `x`.
-        **given: values of message fields that are not read from attributes.
+        **given: values to use for message fields instead of the source's attributes.
     """
     values = {
         field.name: _sent(getattr(source, field.name + _SECONDS * (field.message_type is Duration.DESCRIPTOR)), field)

@@ -1,9 +1,9 @@
-"""Conversion of sample indexes, cells, enum words, field specs and custom_meta to and from protobuf messages.
+"""Converts sample indexes, cells, enum words, field specs and custom_meta to and from protobuf messages.
 
 Sample indexes and row numbers are large integer arrays that mostly consist of runs of consecutive numbers. In messages,
-custom_meta is stored in columns. Users write custom_meta either as columns or as one mapping per sample, and read it in
-the latter form. The functions `values_to_meta_column`, `rows_to_meta_columns` and `meta_columns_to_rows` convert
-between the two forms.
+custom_meta is represented as columns. Users write custom_meta either as columns or as one mapping per sample, but
+always read it as one mapping per sample. The functions `values_to_meta_column`, `rows_to_meta_columns` and
+`meta_columns_to_rows` convert between the two forms.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ NO_INTEGERS: Final = np.zeros(0, np.int64)
 def decode_integers(values: Sequence[int]) -> Indexes:
     """Convert a repeated integer field to an array of shape `(n,)`.
 
-    For a long field, numpy reads protobuf's buffer with a single copy. For a few values, iteration is faster.
+    For a long field, numpy reads protobuf's buffer with a single copy. For a short field, iterating over the values is
+    faster.
     """
     count = len(values)
     return np.fromiter(values, np.int64, count) if count <= _FEW_VALUES else np.array(values, np.int64)
 
 
 def fill_packed(message: Any, field: str, values: NDArray[Any]) -> None:
-    """Fill an empty repeated field that contains booleans or numbers of 4 or 8 bytes.
+    """Fill an empty repeated field whose values are booleans, or numbers of 4 or 8 bytes.
 
     A packed protobuf field contains the same bytes as an array, so the bytes are copied only once.
     """
@@ -87,7 +88,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
-    """Return the numbers in all runs, in order. For example, the firsts (3, 8) and counts (2, 1) yield (3, 4, 8)."""
+    """Return the numbers in all runs, in order. For example, `firsts` (3, 8) and `counts` (2, 1) yield (3, 4, 8)."""
     if firsts.size == 1:
         return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
     starts = np.cumsum(counts) - counts
@@ -101,7 +102,7 @@ def runs_of(values: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def _runs_at(breaks: NDArray[np.bool_], count: int) -> tuple[Indexes, Indexes]:
-    """Return the starts and lengths of runs in `count` values. A run starts at value `i + 1` if `breaks[i]` is set."""
+    """Return the starts and lengths of runs in `count` values. If `breaks[i]` is set, a run starts at value `i + 1`."""
     starts = np.flatnonzero(np.concatenate(([count > 0], breaks)))
     return starts, np.diff(starts, append=count)
 
@@ -118,8 +119,8 @@ class CellRuns:
         first_rows: array of shape `(runs,)` with the index of each run's first row within its put.
         row_counts: array of shape `(runs,)` with the number of rows in each run.
         extent_counts: array of shape `(n,)` with the number of rows (extents) in each cell, if values were appended to
-            cells. Empty if each cell is a single row.
-        extent_lengths: array of shape `(rows,)` with the number of items in dimension 0 of each row that belong to the
+            cells. The array is empty if each cell is a single row.
+        extent_lengths: array of shape `(rows,)` with the number of each row's items in dimension 0 that belong to the
             cell. `WHOLE_EXTENT` stands for all items.
     """
 
@@ -160,7 +161,7 @@ class CellRuns:
         extent_counts: Indexes = NO_INTEGERS,
         extent_lengths: Indexes = NO_INTEGERS,
     ) -> CellRuns:
-        """Build runs from individual rows. `puts` and `rows` contain each row's put and its index in this put."""
+        """Build runs from individual rows. For each row, `puts` lists its put, and `rows` its index within that put."""
         starts, counts = _runs_at((np.diff(puts) != 0) | (np.diff(rows) != 1), rows.size)
         return cls(
             field_names=field_names,
@@ -172,7 +173,7 @@ class CellRuns:
         )
 
     def to_proto(self) -> pb.CellRuns:
-        """Encode the runs as a protobuf message for a get."""
+        """Encode the runs as a protobuf message for use in a get request."""
         message = pb.CellRuns(field_names=self.field_names)
         for name in ("put_indexes", "first_rows", "row_counts", "extent_counts", "extent_lengths"):
             fill_packed(message, name, getattr(self, name).astype(np.uint32))
@@ -184,11 +185,11 @@ class CellRuns:
         return int(self.row_counts.sum())
 
     def expand(self) -> tuple[Indexes, Indexes]:
-        """Return the put of each row and the row's index in this put, as two arrays of shape `(rows,)`."""
+        """For each row, return the index of its put and its index within the put, as two arrays of shape `(rows,)`."""
         return np.repeat(self.put_indexes, self.row_counts), expand_runs(self.first_rows, self.row_counts)
 
     def select(self, positions: Indexes) -> CellRuns:
-        """Return the runs of the cells at `positions`, in the given order."""
+        """Return only the cells at `positions`, in the order of `positions`."""
         puts, rows = self.expand()
         counts = self.extent_counts
         if not counts.size:
@@ -199,7 +200,7 @@ class CellRuns:
 
 
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
-    """Set the sample indexes in a batch message that does not contain any yet."""
+    """Write the sample indexes to a batch message that does not contain any yet."""
     if len(indexes) > _FEW_VALUES:
         if isinstance(indexes, range):
             firsts, counts = [indexes.start], [len(indexes)]
@@ -216,7 +217,7 @@ def read_indexes(message: pb.BatchMeta) -> Indexes:
     """Return the sample indexes in a batch message, in order.
 
     Raises:
-        InvalidArgumentError: indexes are set in both forms, a range is invalid, or the message contains too many
+        InvalidArgumentError: both forms of indexes are set, a range is invalid, or the message contains too many
             samples.
     """
     if not message.HasField("index_ranges"):
@@ -225,9 +226,9 @@ def read_indexes(message: pb.BatchMeta) -> Indexes:
     counts = decode_integers(message.index_ranges.index_counts)
     if message.global_indexes or firsts.size != counts.size or bool((counts < 1).any()):
         raise InvalidArgumentError(
-            f"got {firsts.size} first_indexes and {counts.size} index_counts in index_ranges, and "
-            f"{len(message.global_indexes)} global_indexes; expected as many index_counts as first_indexes, each at "
-            "least 1, and no global_indexes",
+            f"index_ranges has {firsts.size} first_indexes and {counts.size} index_counts, and there are "
+            f"{len(message.global_indexes)} global_indexes; expected one index_count of at least 1 per first_index, "
+            "and no global_indexes",
             field="index_ranges",
         )
     if float(counts.sum(dtype=np.float64)) > _MOST_INDEXES:
@@ -269,8 +270,8 @@ class EnumWords(Generic[Word]):
     Args:
         name: name of the field, for use in error messages.
         enum: protobuf enum.
-        words: the words, or a mapping from words to the names of enum values without their common prefix. By default,
-            the name of each enum value is the word in capitals.
+        words: the words, or a mapping from each word to the name of its enum value without the common prefix. Without a
+            mapping, each enum value is named after its word, in capitals.
     """
 
     def __init__(self, name: str, enum: Any, words: Iterable[Word] | Mapping[Word, str]) -> None:
@@ -295,7 +296,7 @@ class EnumWords(Generic[Word]):
         return self._numbers[word]
 
     def decode(self, number: int, name: str | None = None) -> Word | None:
-        """Return the word for an enum number. Error messages refer to the field as `name`.
+        """Return the word that corresponds to an enum number. Error messages refer to the field as `name`.
 
         Raises:
             InvalidArgumentError: the number does not belong to the enum.
@@ -376,7 +377,7 @@ def decode_spec(message: pb.FieldSpec) -> FieldSpec:
 
 @lru_cache(maxsize=1024)
 def _remembered_spec(serialized: bytes) -> FieldSpec:
-    """Decode a field spec with a cache, because all claims, puts and gets use the same few specs."""
+    """Decode a field spec. Specs are cached, because all claims, puts and gets use the same few specs."""
     return _read_spec(pb.FieldSpec.FromString(serialized))
 
 
@@ -487,7 +488,7 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
         if got != expected:
             raise _wrong_column(
                 message,
-                f"has {got} {what}; expected {expected}, one for each of the {row_count} samples that has such a value",
+                f"has {got} {what}; expected {expected}, one for each of the {row_count} samples with such a value",
             )
     texts = None
     if message.json_values:
@@ -536,12 +537,12 @@ def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
 
 
 def encode_produced(masks: Iterable[NDArray[np.bool_]]) -> list[bytes]:
-    """For each field, return a bit mask of the samples that have a cell, or empty bytes if all samples have one."""
+    """Encode each field's mask of the samples that have a cell as bits, or as empty bytes if all samples have one."""
     return [b"" if mask.all() else np.packbits(mask, bitorder="little").tobytes() for mask in masks]
 
 
 def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[np.bool_], ...]:
-    """For each field, return a read-only mask of the samples, out of `row_count`, that have a cell.
+    """For each field, return a read-only mask of shape `(row_count,)`, which is True for samples that have a cell.
 
     Raises:
         InvalidArgumentError: a mask does not have one bit per sample.
@@ -562,7 +563,7 @@ def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[
 
 
 def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
-    """Convert the custom_meta mappings of `n` samples to columns that each cover all of them.
+    """Convert the custom_meta mappings of `n` samples to columns that each have an entry for every sample.
 
     Values are JSON values, or numpy or torch scalars and arrays. None removes a value, and `JSON_NULL` stores null. A
     column has the type of its first number, boolean or text. Values of other types are stored as JSON. If integers and

@@ -1,4 +1,4 @@
-"""Serialization of Python objects as msgpack bytes with extension types, and of JSON objects as text.
+"""Serialize Python objects as msgpack bytes with extension types, and JSON objects as text.
 
 The supported types are None, bool, int of any size, float, complex, str, bytes, list, tuple, set, frozenset, and dict
 with hashable keys of these types. Values of type bytearray and memoryview are returned as bytes. Torch tensors, numpy
@@ -58,7 +58,7 @@ _PLAIN: Final = (str, bytes, bytearray, memoryview, float, bool, type(None), int
 class _Refused(Exception):  # noqa: N818  (never leaves this module)
     """Raised for a value that cannot be encoded. The message is empty if the value's type is not supported.
 
-    The function `_explain` determines the location of the value later.
+    `_explain` later determines where the value is located.
     """
 
 
@@ -74,7 +74,7 @@ def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[
 
     Args:
         values: objects to encode.
-        name: name of the list in error messages, to which the position is appended, as in `text[3]`.
+        name: name of the list in error messages. The position of an object is appended to the name, as in `text[3]`.
         first: position of the first object, for use in error messages.
 
     Raises:
@@ -97,8 +97,8 @@ def decode_object(data: memoryview | bytes, *, as_torch: bool | None = None) -> 
 
     Args:
         data: bytes of the encoded object.
-        as_torch: whether to return tensors as torch tensors instead of numpy arrays. None means True if torch is
-            installed.
+        as_torch: whether to return tensors as torch tensors instead of numpy arrays. If None, torch tensors are
+            returned if torch is installed.
 
     Raises:
         InvalidArgumentError: the bytes are not a valid encoding, or a dtype requires torch, which is not installed.
@@ -112,7 +112,7 @@ def _pack(value: Any, depth: int) -> bytes:
 
 
 def _extension(value: Any, depth: int) -> Any:
-    """Convert a value of a type that msgpack does not support to one that it can pack."""
+    """Convert a value that msgpack does not support to a value that it can pack."""
     kind = type(value)
     if kind is int:
         size = value.bit_length() // 8 + 1
@@ -157,7 +157,9 @@ def _extension(value: Any, depth: int) -> Any:
 def _nested(code: int, items: list[Any], depth: int) -> Any:
     """Return an extension whose payload is a list of arbitrary values."""
     if depth >= _MAX_NESTED_EXTENSIONS:
-        raise _Refused(f"is nested in more than {_MAX_NESTED_EXTENSIONS} tuples, sets, arrays or objects with a codec")
+        raise _Refused(
+            f"is nested more than {_MAX_NESTED_EXTENSIONS} levels deep in tuples, sets, arrays or objects with a codec"
+        )
     return msgpack.ExtType(code, _pack(items, depth + 1))
 
 
@@ -207,7 +209,7 @@ def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
 
 
 def _parts_of(value: Any, path: str) -> Iterable[tuple[Any, str]]:
-    """Yield each part of a container, together with the part's location."""
+    """Yield each part of a container and the path to that part."""
     kind = type(value)
     if kind in _PLAIN or codec_of(kind) is not None:
         return
@@ -286,7 +288,7 @@ def _decode_named(name: Any, encoded: Any) -> Any:
 
 def _decode_tensor(dtype: Any, shape: Any, values: Any, *, as_torch: bool) -> Any:
     if dtype not in DTYPE_SIZES:
-        raise InvalidArgumentError(f"a tensor inside an object has the unknown dtype {dtype!r}")
+        raise InvalidArgumentError(f"an object contains a tensor of unknown dtype {dtype!r}")
     _check_size(shape, DTYPE_SIZES[dtype], values)
     buffer = np.frombuffer(bytearray(memoryview(values)), np.uint8)
     return make_values(buffer, dtype, tuple(shape), as_torch=as_torch)
@@ -298,7 +300,9 @@ def _decode_array(dtype: Any, shape: Any, values: Any) -> Any:
     parsed = np.dtype(dtype)
     _check_size(shape, parsed.itemsize, values)
     if not parsed.itemsize and math.prod(shape) > 1:
-        raise InvalidArgumentError(f"an array inside an object has shape {shape} with elements of 0 bytes")
+        raise InvalidArgumentError(
+            f"an array inside an object has shape {shape} and 0-byte elements; expected at most one such element"
+        )
     if not values:
         return np.zeros(tuple(shape), parsed)
     return np.frombuffer(bytearray(memoryview(values)), parsed).reshape(shape)
@@ -347,8 +351,8 @@ def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any]
     registrations of the same name or type.
 
     Args:
-        name: name that is sent with each object, with 1 to 512 printable characters. A unique prefix is recommended, as
-            in "acme.Trajectory".
+        name: name sent with each object, consisting of 1 to 512 printable characters. A unique prefix is recommended,
+            as in "acme.Trajectory".
         kind: type of the objects. The codec also applies to subclasses for which no codec is registered.
         encode: function that converts an object to a value that needs no codec: a plain value, a tensor, an array, or a
             container of these.
@@ -385,7 +389,7 @@ def codec_named(name: str) -> ObjectCodec:
         return _by_name[name]
     if name != _IMAGE:
         raise InvalidArgumentError(
-            f"an object has the codec {name!r:.200}, which is not registered in this process; call "
+            f"an object was encoded with the codec {name!r:.200}, which is not registered in this process; call "
             "tq_service.register_object_codec with this name first"
         )
     try:
@@ -423,7 +427,7 @@ def _encode_image(image: Any) -> dict[str, Any]:
 def _is_plain(value: Any) -> bool:
     """Return whether an entry of an image's info can be encoded.
 
-    PIL objects, which some image formats store in the info, cannot be encoded.
+    Some image formats store PIL objects in the info, and these cannot be encoded.
     """
     return type(value) in {bool, int, float, str, bytes} or (type(value) is tuple and all(map(_is_plain, value)))
 
@@ -478,13 +482,13 @@ def _check_keys(value: Any) -> None:
 
 
 def decode_json_object(text: str) -> dict[str, Any]:
-    """Decode JSON text to a mapping. An empty text yields an empty mapping."""
+    """Decode JSON text to a mapping. Empty text yields an empty mapping."""
     value: dict[str, Any] = json.loads(text) if text else {}
     return value
 
 
 def check_json_object(name: str, text: str) -> None:
-    """Check that a text is a JSON object that does not exceed the length limit.
+    """Check that the text is a JSON object that does not exceed the length limit.
 
     Raises:
         InvalidArgumentError: the text is not a JSON object or is too long.
@@ -507,10 +511,10 @@ def _no_number(constant: str) -> NoReturn:
 def no_collection() -> Iterator[None]:
     """Disable Python's cyclic garbage collector in this process during the `with` block.
 
-    The collector runs after every 700 additional objects, and sometimes scans all objects in the process. If torch is
-    imported, a scan takes longer than reading thousands of objects. All objects created in the block remain in use, so
-    the collector could not free any of them. If several threads use this context manager, the collector may resume when
-    the first thread leaves its block.
+    The collector runs once for every 700 additional objects, and some of these runs scan all objects in the process.
+    Once torch is imported, such a scan takes longer than reading thousands of objects. All objects created in the block
+    remain in use, so the collector could not free any of them. If several threads use this context manager, the
+    collector may resume when the first thread leaves its block.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -65,7 +65,7 @@ def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> Non
 
     Args:
         memory: anonymous mapping to replace.
-        fd: file descriptor of the file, which may be closed afterwards.
+        fd: file descriptor of the file, which may be closed afterward.
         size: number of bytes to map, starting at the beginning of the file.
         is_writable: whether writes to the mapping modify the file. If False, the mapping is read-only.
 
@@ -91,7 +91,7 @@ def new_region(size: int) -> int:
     writes to the memory cannot fail.
 
     Raises:
-        OSError: the system has too few file descriptors or too little memory.
+        OSError: the system is out of file descriptors or memory.
     """
     fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -105,7 +105,7 @@ def new_region(size: int) -> int:
 
 
 def free_pages(memory: mmap.mmap) -> None:
-    """Give the pages of a region's writable mapping back to the system, even if other processes map the region."""
+    """Return the pages of a region's writable mapping to the system, even if other processes still map the region."""
     # Python's madvise would hold the GIL, for 0.2 s in the case of a region of 256 MiB.
     whole = (ctypes.c_char * len(memory)).from_buffer(memory)
     advise(ctypes.addressof(whole), len(memory), mmap.MADV_REMOVE)
@@ -115,7 +115,7 @@ def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
     """Yield the bytes of columns, and the padding between columns, in the layout of `place_columns`.
 
     The padding must also be written. Otherwise, a sealed file would contain holes, which `check_sealed` rejects, and a
-    region would still contain old bytes.
+    region would retain old bytes.
     """
     for column in columns:
         yield from column.chunks
@@ -123,7 +123,7 @@ def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
 
 
 def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
-    """Copy columns into memory in the layout of `place_columns`, with several threads for large columns."""
+    """Copy columns into memory in the layout of `place_columns`, using several threads for large columns."""
     pieces = list(iter_frames(_placed(columns), _PIECE_BYTES, None))
     thread_count = min(len(pieces), _MOST_THREADS, len(os.sched_getaffinity(0)))
     targets = [target[number * _PIECE_BYTES :][:_PIECE_BYTES] for number in range(len(pieces))]
@@ -137,10 +137,10 @@ def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
 
 
 def write(fd: int, columns: Sequence[SourceColumn]) -> None:
-    """Write columns to a memfd in the layout of `place_columns`, without the page faults of a new mapping.
+    """Write columns to a memfd in the layout of `place_columns`, avoiding the page faults of a new mapping.
 
     Raises:
-        OSError: the system has too little memory.
+        OSError: the system is out of memory.
     """
     at = 0
     for views in on_host(_placed(columns)):
@@ -159,7 +159,7 @@ def write_sealed(columns: Sequence[SourceColumn]) -> int:
     """Write columns to new sealed memory in the layout of `place_columns`, and return its file descriptor.
 
     Raises:
-        OSError: the system has too little memory or too few file descriptors.
+        OSError: the system is out of memory or file descriptors.
     """
     fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -180,7 +180,7 @@ def check_sealed(fd: int, size: int | None = None) -> None:
 
     Args:
         fd: file descriptor received from another process.
-        size: required size in bytes. None accepts any size.
+        size: required size in bytes. None allows any size.
 
     Raises:
         InvalidArgumentError: the memory is not sealed, has a different size, or is incomplete.

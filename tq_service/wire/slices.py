@@ -1,7 +1,7 @@
 """Slices of rows: the bytes to select from each row of a column, and the shape of the resulting column.
 
-The storage service slices rows, because row lengths are stored only there. If the extents of a cell are stored in
-several storage services, a client joins them and slices the cell itself.
+The storage service slices rows, because row lengths are stored only there. If several storage services store the
+extents of a cell, a client joins the extents and slices the cell itself.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class RowCut:
         starts: start of each range in dimension 0.
         stops: stop of each range in dimension 0.
         range_counts: number of ranges per row, as an array of shape `(n,)`. Empty if all ranges apply to every row.
-        chunks: indexes of the chunks to return from each row, if chunks are requested instead of ranges.
+        chunks: indexes of the requested chunks of each row. Empty if ranges are requested instead.
         chunk_count: number of chunks per row, or 0 if ranges are requested.
         align: number that must divide every chunk length.
-        second: start and stop in dimension 1. None selects the entire dimension.
+        second: start and stop of the range in dimension 1. None selects the entire dimension.
     """
 
     starts: Indexes = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -53,7 +53,7 @@ class RowCut:
 
     @classmethod
     def from_proto(cls, message: RowSliceMessage, row_count: int) -> RowCut:
-        """Decode the cut that a message requests for `row_count` rows.
+        """Decode a message that requests a cut of `row_count` rows.
 
         Raises:
             InvalidArgumentError: the message is inconsistent.
@@ -61,22 +61,22 @@ class RowCut:
         starts, stops = (decode_integers(values) for values in (message.starts, message.stops))
         counts = decode_integers(message.range_counts)
         if starts.size != stops.size:
-            raise _wrong(message, f"{starts.size} starts and {stops.size} stops; expected the same number of both")
+            raise _wrong(message, f"{starts.size} starts and {stops.size} stops; expected as many starts as stops")
         if message.chunk_count or message.chunks:
             if starts.size or counts.size:
-                raise _wrong(message, "both ranges and chunks; expected only one of them")
+                raise _wrong(message, "both ranges and chunks; set only one of them")
             most, align = max(message.chunks, default=0), message.align or 1
             if not message.chunks or not most < message.chunk_count <= MAX_ROWS or align > MAX_ROWS:
                 raise _wrong(
                     message,
                     f"chunks {list(message.chunks[:5])} of {message.chunk_count}, aligned to {align}; expected at "
-                    f"least one chunk, each below chunk_count, and at most {MAX_ROWS} for chunk_count and align",
+                    f"least one chunk, each less than chunk_count; chunk_count and align may be at most {MAX_ROWS}",
                 )
         elif counts.size and (counts.size != row_count or int(counts.sum()) != starts.size):
             raise _wrong(
                 message,
-                f"range_counts for {counts.size} rows that sum to {int(counts.sum())}; expected {row_count} rows with "
-                f"a sum of {starts.size}, the number of starts",
+                f"range_counts for {counts.size} rows with a sum of {int(counts.sum())}; expected {row_count} rows "
+                f"with a sum of {starts.size}, the number of starts",
             )
         range_count = starts.size if counts.size else max(starts.size, len(message.chunks)) * row_count
         if range_count > MOST_PIECES:
@@ -112,7 +112,7 @@ class RowCut:
         return message
 
     def select(self, positions: Indexes) -> RowCut:
-        """Return the cut of the rows at `positions`, in the given order."""
+        """Return the cut for the rows at `positions`, in that order."""
         counts = self.range_counts
         if not counts.size:
             return self
@@ -142,7 +142,7 @@ class RowCut:
         return owners, begins, np.maximum(begins, ends)
 
     def cut_shape(self, spec: FieldSpec) -> tuple[int, ...] | None:
-        """Return the shape of the resulting rows, with -1 for sizes that may vary, or None if it is unknown."""
+        """Return the shape of the resulting rows, with -1 for sizes that can vary, or None if it is unknown."""
         shape = list(spec.row_shape or ())
         if not shape:
             return None
@@ -163,7 +163,7 @@ class RowCut:
 
 
 def _resolved(bounds: Indexes, lengths: Indexes) -> Indexes:
-    """Resolve range bounds as Python slices do. Negative bounds count from the end, and all bounds are clipped."""
+    """Resolve range bounds like Python slices. Negative bounds count from the end, and all bounds are clipped."""
     return np.clip(np.where(bounds < 0, bounds + lengths, bounds), 0, lengths)
 
 
@@ -177,11 +177,12 @@ class RowPieces:
     """The requested bytes of a column's rows, as contiguous pieces.
 
     Attributes:
-        column: header of the resulting column.
+        column: name, dtype, layout and row shape of the resulting column.
         rows: row index of each piece, as an array of shape `(m,)`.
         starts: offset of each piece within the bytes of its row, as an array of shape `(m,)`.
         sizes: size of each piece in bytes, as an array of shape `(m,)`. Sizes may be 0.
-        unit: a number of bytes that divides the size of every piece and the distance between any two pieces in a put.
+        unit: a number of bytes that evenly divides the size of every piece and the distance between any two pieces in a
+            put.
     """
 
     column: ColumnShape
@@ -198,8 +199,9 @@ def cut_rows(
 
     Args:
         column: header that describes the complete rows of the column.
-        cut: requested part of each row.
-        extent_counts: number of extents per cell, if the rows are extents. Each resulting row is then a cell.
+        cut: part to select from each row.
+        extent_counts: number of extents in each cell, if the column's rows are extents. Each resulting row is then a
+            cell.
         extent_lengths: number of items in dimension 0 of each extent that belong to the cell.
 
     Raises:
@@ -260,7 +262,7 @@ def _check_cut(spec: FieldSpec, cut: RowCut, *, is_joined: bool) -> None:
 def _byte_ranges(
     column: ColumnShape, cut: RowCut, shapes: Indexes, rows: Indexes, bounds: tuple[Indexes, Indexes]
 ) -> tuple[Indexes, Indexes, int | None, int]:
-    """Return each range's start and size in bytes, the width of a sliced dimension 1 (or None), and the unit."""
+    """Return each range's start and size in bytes, the width of dimension 1 (None if not sliced), and the unit."""
     spec, (begins, ends) = column.spec, bounds
     shape = spec.row_shape or ()
     item_bytes = (shapes[:, 1:].prod(axis=1) * spec.itemsize)[rows]

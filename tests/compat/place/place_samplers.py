@@ -72,7 +72,7 @@ def test_replicas_of_a_rank_get_the_same_samples(use):
     assert fetch(2, dp_rank=0, batch_index=0) == [2, 3]
     assert fetch(2, dp_rank=0, batch_index=2) == []
     for config in ({}, {"dp_rank": 0}, {"dp_rank": -1, "batch_index": 0}):
-        with pytest.raises(ValueError, match="batch_index to be set"):
+        with pytest.raises(ValueError, match="batch_index other than None"):
             fetch(2, **config)
 
 

@@ -1,4 +1,4 @@
-"""A client's channels, the calls made on them, and the state shared by all parts of the client."""
+"""A client's channels, the calls made over them, and the state that all parts of the client share."""
 
 from __future__ import annotations
 
@@ -153,7 +153,10 @@ class AsyncCalls:
         return endpoint
 
     def _here(self) -> dict[tuple[str, tuple[Signature, bool]], AsyncEndpoint]:
-        """Return the channels of the current event loop or process. On first use, drop the channels of closed loops."""
+        """Return the channels of the current event loop or process.
+
+        The first call in a loop or process also drops the channels of closed loops.
+        """
         home = async_current_home()
         channels = self._channels.get(home)
         if channels is None:
@@ -195,7 +198,7 @@ class AsyncCalls:
         wait: Deadline,
         deadline: Deadline,
     ) -> T:
-        """Call `attempt` with the remaining seconds of `wait`. Retry while the result is "not yet" and time remains."""
+        """Call `attempt` with the seconds remaining in `wait`. Retry while the result is "not yet" and time remains."""
         backoff: Backoff | None = None
         while True:
             asked = time.monotonic()
@@ -207,7 +210,7 @@ class AsyncCalls:
                 await async_sleep(min(backoff.pause(), wait.remaining()))
 
     async def unary(self, kind: type[Response], request: Message, deadline: Deadline, address: str = "") -> Response:
-        """Make the unary call with this response type, and retry until the deadline."""
+        """Call the unary method whose response type is `kind`, and retry until the deadline."""
         return await self.retried(lambda: self.unary_once(kind, request, deadline, address), deadline)
 
     async def unary_once(
@@ -236,7 +239,7 @@ class AsyncCalls:
                 endpoint.driver.close()
 
     async def aclose(self) -> None:
-        """Close all channels and cancel calls in flight. Calls in other event loops are cancelled soon afterwards."""
+        """Close all channels and cancel calls in flight. Calls in other event loops are cancelled soon afterward."""
         self.closed = True
         if not self._channels:
             return
@@ -344,14 +347,14 @@ class AsyncBase:
     async def aclose(self) -> None:
         """Send outstanding calls, such as claim releases, and close the channels.
 
-        Gathered puts that have not been sent are sent first. The client waits for the responses to all puts.
+        Gathered puts that have not been sent yet are sent first. The client waits for the responses to all puts.
         """
         await self._background_calls.drain()
         await self._send_gathered()
         await self._calls.aclose()
 
     async def _send_gathered(self) -> None:
-        """Wait up to a few seconds for the responses to puts gathered in this event loop or process."""
+        """Wait at most a few seconds for the responses to puts gathered by this event loop or process."""
         lines = self._lines_of.get(async_current_home()) if self._lines_of else None
         if lines is not None:
             lines.await_gathered(signal := AsyncSignal())

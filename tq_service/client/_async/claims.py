@@ -210,53 +210,53 @@ class AsyncClaimCalls(AsyncBase):
                 "fail" and "clear" evict them: the samples are marked as failed or cleared for all tasks, even if no
                 batch is returned. Samplers that keep groups together evict entire groups. Samples that are held, leased
                 or delivered, and groups that contain one of them, are never evicted.
-            least_members: minimum number of members that a complete group must retain after some members have failed or
+            least_members: minimum number of members that a complete group must still have after others have failed or
                 been cleared. Groups with fewer members are also evicted. Requires `unmatched="fail"` or `"clear"`. By
                 default, there is no minimum.
             refill: `(partition_id, task_name)` of the task that regenerates evicted units, for example a prompt
-                partition and its rollout task. Each eviction makes one sample claimable again for this task. The key of
-                this sample is the evicted group's name or the evicted sample's key. `take_evicted` returns the outcome
-                of each refill.
+                partition and its rollout task. Each eviction makes one sample claimable again for this task. This
+                sample's key is the name of the evicted group, or the key of the evicted sample. `take_evicted` returns
+                the outcome of each refill.
             max_refills: maximum number of times that each sample can become claimable again in one epoch of the
                 regenerating task.
             totals: for ranks, up to 4 numeric custom_meta columns to sum over the batches of all ranks. Every sample in
                 the batch must have a value in each of these columns. See `BatchMeta.totals`.
             held: for rollout workers that pass `lease`, whether to claim held samples (slots lost by other workers)
                 instead of live samples. With `held`, `data_fields` may be empty.
-            admit: for rollout workers that pass `lease`, the slots to create in another partition atomically with the
-                claim. The slots are returned in `BatchMeta.admitted`. The call waits until prompts with keys are ready
-                and there is capacity for the slots of `min_batch_size` prompts. Prompts and slots share one lease, so
-                extending the lease of one also extends that of the other. A prompt is acknowledged together with its
-                last slot. Releasing a prompt removes its slots.
+            admit: the slots to create in another partition, atomically with the claim. Intended for rollout workers
+                that pass `lease`. The slots are returned in `BatchMeta.admitted`. The call waits until prompts with
+                keys are ready and there is capacity for the slots of `min_batch_size` prompts. Prompts and slots share
+                one lease, so extending the lease of one also extends that of the other. A prompt is acknowledged
+                together with its last slot. Releasing a prompt removes its slots.
             not_before_version: version of `policy` that must be published before the batch is planned. The call waits
                 for this version in the same way as it waits for samples. If None, the call does not wait for a version.
-            policy: name of the policy for `not_before_version`, within the client's namespace.
+            policy: name of the policy to which `not_before_version` refers, within the client's namespace.
             max_wait: maximum time to wait for a batch, in seconds. After this time, the status is "not_yet".
-            explain: whether a result with the status "not_yet" includes the reason (`BatchMeta.reason` and
-                `waiting_for`). To determine the reason, the service scans all samples of the partition. If None, the
-                reason is included only after a wait of 10 s or more.
-            on_wait: function that is called with the reason for the wait, first after 10 s and then every minute,
-                unless `explain` is False. An exception raised by the function ends the call. By default, a warning is
-                logged.
+            explain: whether to include the reason for waiting (`BatchMeta.reason` and `waiting_for`) in a result with
+                the status "not_yet". To determine the reason, the service scans all samples of the partition. If None,
+                the reason is included only after a wait of 10 s or more.
+            on_wait: function to call with the reason for the wait, first after 10 s and then every minute. The function
+                is not called if `explain` is False. An exception raised by the function ends the call. By default, a
+                warning is logged.
             timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Returns:
             The batch. Before using the batch, check its `status`, which is "batch", "not_yet" or "end". With
-            `batch_count`, the
-            result is a list of one or more batches in order. The last batch may have the status "end". If no batch is
-            ready, the list contains a single batch with the status "not_yet".
+            `batch_count`, the result is a list of one or more batches in order. If the task reaches its end within
+            these batches, the last batch has the status "end". If no batch is ready, the list contains a single batch
+            with the status "not_yet".
 
         Raises:
             InvalidArgumentError, MissingLengthError: an argument is invalid, or a sample does not have the length that
                 the sampler needs.
-            PreconditionError: ranks, or calls with the same `claim_name`, passed different arguments; or the partition
-                was cleared, or the incarnation or epoch is stale.
+            PreconditionError: the arguments differ between ranks, or between calls with the same `claim_name`. Also
+                raised if the partition was cleared, or if the incarnation or epoch is stale.
             LeaseExpiredError: the call is a retry or repeats a `claim_name`, and the lease granted to the first call
                 has expired.
             ClaimReleasedError, SamplesClearedError: the call is a retry or repeats a `claim_name`, and the samples
                 claimed by the first call were released or cleared.
             PartitionNotFoundError, PolicyNotFoundError, AdmissionLimitError, AlreadyExistsError: raised with `admit`,
-                for the reasons documented in `acquire`. AlreadyExistsError is also raised if a group with the name of a
+                for the same reasons as in `acquire`. AlreadyExistsError is also raised if a group with the name of a
                 prompt already exists. After any of these errors, no prompt is claimed.
             BatchForgottenError: the batch is too old. If batches do not consume their samples, the service stores only
                 the latest batches.
@@ -411,11 +411,11 @@ class AsyncClaimCalls(AsyncBase):
     ) -> BatchMeta:
         """Create slots for samples to be generated. A slot is a held sample without data that is leased to this worker.
 
-        Slots count towards the admission limits of their partition. Requests for slots and puts of new samples wait for
-        capacity in order of arrival. To fill the slots, call `put(slots, data, ack=True)`, which makes them live. If
-        generation takes longer than the lease, extend the lease before it expires. Releasing a slot without data
-        removes the slot. A call that fails or is cancelled may have created slots. These slots are lost when their
-        lease expires.
+        Slots count toward the admission limits of their partition. Requests for slots wait for capacity in order of
+        arrival, together with puts of new samples. To fill the slots, call `put(slots, data, ack=True)`, which makes
+        them live. If generation takes longer than the lease, extend the lease before it expires. Releasing a slot
+        without data removes the slot. A call that fails or is cancelled may have created slots. These slots are lost
+        when their lease expires.
 
         Args:
             partition_id: the partition, which must exist.
@@ -427,23 +427,23 @@ class AsyncClaimCalls(AsyncBase):
             group_size: number of members per group.
             rollouts: the rollout of each slot (see `put`), in the same order as the members of `groups`. Without
                 `groups`, a slot of an existing rollout joins that rollout's group.
-            custom_meta: custom_meta of each slot; see `put`.
+            custom_meta: custom_meta values of each slot, in the same form as for `put`.
             lease: lease duration in seconds, up to one day. Slots still held when the lease expires are lost.
             on_lost: how to handle lost slots. "requeue" lets other workers claim the slots with `claim(held=True)` and
-                continue from their data. "fail" marks the slots as failed. "remove" removes the slots.
+                continue from the slots' data. "fail" marks the slots as failed. "remove" removes the slots.
             policy: the policy whose published version is stored as `start_version` in the custom_meta of the slots.
                 Defaults to the policy of the partition's `Admission` that sets `max_staleness`. If no `Admission` sets
                 `max_staleness`, `start_version` is not set.
-            holding: samples from one of this worker's leased claims, such as the slots' prompt or the rollout turn that
-                the slots continue. If the worker has lost its lease on these samples, no slots are created.
-            ack: whether to acknowledge the samples of `holding` and create the slots atomically. Use this option if,
-                for example, a prompt is finished once its slots exist.
+            holding: samples from one of this worker's leased claims, for example the prompt of the slots or the rollout
+                turn that the slots continue. If the worker has lost its lease on these samples, no slots are created.
+            ack: whether to acknowledge the samples of `holding` atomically with the creation of the slots. Use this
+                option if, for example, a prompt is finished once its slots exist.
             max_wait: maximum time to wait for capacity, in seconds. After this time, the status is "not_yet".
             timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Returns:
-            The slots as a leased batch. Before using the batch, check its `status`, which is "batch", "not_yet", or
-            "end" if the partition is sealed.
+            A leased batch that contains the slots. Before using the batch, check its `status`, which is "batch",
+            "not_yet", or "end" if the partition is sealed.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -567,7 +567,7 @@ class AsyncClaimCalls(AsyncBase):
     async def release(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
         """Release samples that a queue worker will not process. The released samples can be claimed again immediately.
 
-        A released delivery does not count towards `max_deliveries`. Samples that have already been acknowledged,
+        A released delivery does not count toward `max_deliveries`. Samples that have already been acknowledged,
         released, cleared or reset are ignored.
 
         Args:
@@ -576,7 +576,8 @@ class AsyncClaimCalls(AsyncBase):
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
-            The number of samples that can be claimed again, or 0 if `metadata` was not claimed by a queue worker.
+            The number of samples that can be claimed again, or 0 if `metadata` does not come from a queue worker's
+            claim.
 
         Raises:
             LeaseExpiredError: the lease of some samples has expired. No sample is released.
@@ -602,8 +603,8 @@ class AsyncClaimCalls(AsyncBase):
         Args:
             partition_id: the partition.
             task_name: the task that consumes the samples.
-            missing_ok: whether to treat a missing partition as empty, and a task without claims as having consumed no
-                samples.
+            missing_ok: whether to treat a missing partition as empty, and to assume that a task without claims has
+                consumed no samples.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
@@ -633,8 +634,8 @@ class AsyncClaimCalls(AsyncBase):
         Args:
             partition_id: the partition.
             data_fields: names of the fields. At least one field is required.
-            missing_ok: whether to treat a missing partition as empty, and a field that does not exist as absent from
-                all samples.
+            missing_ok: whether to treat a missing partition as empty and a nonexistent field as absent from all
+                samples.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
@@ -699,13 +700,13 @@ class AsyncClaimCalls(AsyncBase):
     ) -> EvictedUnits:
         """Return units evicted by a task's claims (see `unmatched` of `claim`), so that the caller can replace them.
 
-        The service keeps the 65,536 most recently evicted units. To read all units, repeat the call, with `after` set
-        to the last unit's serial, until the result is empty.
+        The service remembers the 65,536 most recently evicted units. To read all units, repeat the call with `after`
+        set to the last unit's serial until the result is empty.
 
         Args:
             partition_id: the partition.
             task_name: the task whose claims evicted the units.
-            after: serial of the last unit already received. 0 starts with the first unit.
+            after: serial of the last unit already received. Pass 0 to start with the first unit.
             limit: maximum number of units to return, from 1 to 1,024. If names are very long, fewer units may be
                 returned.
             incarnation: expected incarnation of the partition. An empty value accepts any incarnation. Each incarnation
@@ -751,7 +752,7 @@ class AsyncClaimCalls(AsyncBase):
             The number of samples that can be claimed again.
 
         Raises:
-            PreconditionError: the ranks of the task have already received the status "end". To redeliver dead-lettered
+            PreconditionError: the task's ranks have already received the status "end". To redeliver dead-lettered
                 samples, call `reset_consumption(keep_consumed=True)`.
             PartitionNotFoundError: the partition does not exist.
             TaskNotFoundError: the task has not claimed any samples yet.

@@ -1,4 +1,4 @@
-"""The client, which provides all service calls for producers and consumers."""
+"""The client, with methods for all service calls of producers and consumers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class AsyncClient(AsyncPartitionCalls, AsyncWorkCalls, AsyncPolicyCalls, AsyncWa
     """A client of a single service or of a cluster. Use it in a `with` block, or close it after use.
 
     Every call has a deadline of `timeout` seconds. For `claim`, `max_wait` is added to the deadline. While the service
-    is unavailable, calls are retried with back-off and the same request id, so a client may start before its service. A
-    warning is logged if the service remains unavailable. All errors derive from `TqError`; see docs/errors.md. A
-    pickled client contains its address, its timeout and any paths passed to it. A token passed as text is not pickled;
-    the unpickled client reads the token from the environment instead.
+    is unavailable, calls are retried with back-off and the same request id. A client may therefore start before its
+    service. A warning is logged if the service remains unavailable. All errors derive from `TqError`; see
+    docs/errors.md. A pickled client contains its address, its timeout and any paths passed to it. A token passed as
+    text is not pickled; the unpickled client reads the token from the environment instead.
 
     Threads may share the blocking client. The client opens its channels on first use, and opens new channels after a
     fork. Several event loops in a process may share an asyncio client, even concurrently in different threads. Each
-    loop has separate channels, which are dropped when the loop is closed. Closing the client in one loop closes it in
-    all loops. An asyncio client raises PreconditionError in a process that was forked after its parent used an asyncio
-    client. Start such processes with the spawn method.
+    loop has its own channels, which are dropped when the loop is closed. Closing the client in one loop closes it in
+    all loops. If a process uses an asyncio client and then forks, asyncio clients in the child process raise
+    PreconditionError. Start such processes with the spawn method.
 
     Args:
         address: "host:port", or only the host for port 50051. Defaults to the environment variable TQ_ADDRESS, or to
@@ -41,9 +41,9 @@ class AsyncClient(AsyncPartitionCalls, AsyncWorkCalls, AsyncPolicyCalls, AsyncWa
             set. If False, the client has no namespace even if `TQ_NAMESPACE` is set, and sees the partitions of all
             namespaces under their full names. A batch from a client with another namespace refers to the partition in
             that client's namespace.
-        gathers_puts: whether to combine small puts and inserts into one call if tasks in an event loop, or threads that
-            share the client, make them concurrently. Results and errors are the same as for separate calls. If False,
-            each put is sent separately.
+        gathers_puts: whether to combine small, concurrent puts and inserts into one call. Such calls can come from
+            tasks in an event loop or from threads that share the client. Results and errors are the same as for
+            separate calls. If False, each put is sent separately.
         insecure: whether the token may be sent to other machines in plaintext. If False, a call that would send the
             token to another machine in plaintext raises InvalidArgumentError. Defaults to `TQ_INSECURE`.
     """

@@ -84,8 +84,8 @@ class AsyncFetchCalls(AsyncBase):
         """Fetch the data of samples, in the order of the request. Repeated samples are fetched only once.
 
         Args:
-            target: the metadata of the samples, such as a batch, or the name of a partition together with `keys` or
-                `global_indexes`. For an empty batch, the method returns empty columns without calling the service.
+            target: the samples' metadata, such as a batch. Alternatively, the name of a partition, together with `keys`
+                or `global_indexes`. For an empty batch, the method returns empty columns without calling the service.
             keys: keys of the samples.
             global_indexes: indexes of the samples, instead of keys.
             data_fields: the fields to fetch. Defaults to the fields of the metadata, or to all fields of the partition.
@@ -94,12 +94,12 @@ class AsyncFetchCalls(AsyncBase):
             missing_fields: "error" to raise an error, or "skip" to omit fields that do not exist or are missing from at
                 least one sample. With `data_fields=None`, "skip" fetches only the fields that all samples have, so no
                 sample is omitted because of a missing field.
-            layout: layout of tensor fields whose rows have at least one dimension. None uses the field's own layout,
-                regardless of which rows are fetched. Dense fields are returned as dense tensors. Fields that were put
-                or declared as jagged, or that have rows of different shapes in any put, are returned as nested tensors.
-                "auto" returns dense tensors if all fetched rows have the same shape, and nested tensors otherwise.
-                "dense" returns dense tensors, and raises an error if the shapes of fetched rows differ. "jagged" always
-                returns nested tensors.
+            layout: layout in which to return tensor fields whose rows have at least one dimension. If None, each field
+                keeps its own layout, regardless of which rows are fetched. Dense fields are returned as dense tensors.
+                Fields that were put or declared as jagged, or that have rows of different shapes in any put, are
+                returned as nested tensors. "auto" returns dense tensors if all fetched rows have the same shape, and
+                nested tensors otherwise. "dense" returns dense tensors, and raises an error if the shapes of fetched
+                rows differ. "jagged" always returns nested tensors.
             device: CUDA device for the tensors, such as "cuda:0". Columns of Python objects always stay on the CPU.
                 Data is received in pinned memory and copied to the device on a separate stream. The caller's current
                 stream waits for the copy, but the call returns before the copy ends. Defaults to the CPU.
@@ -110,9 +110,9 @@ class AsyncFetchCalls(AsyncBase):
             expand: whether to expand fields that the samples of a group share. Each shared value is fetched only once
                 per group. If True, shared fields have one row per sample. In a list column, all samples of a group
                 refer to the same object. If all samples belong to one group, the rows of a tensor share memory
-                (`Tensor.expand`), so do not modify the rows in place. With several groups, the rows are copies. If
-                False, shared fields have one row per group, in order of first appearance, and `group_index`, of shape
-                `(n,)`, maps each sample to its row.
+                (`Tensor.expand`), so do not modify the rows in place. If the samples belong to several groups, the rows
+                are copies. If False, shared fields have one row per group, in order of first appearance. The field
+                `group_index`, of shape `(n,)`, then maps each sample to its row.
             slices: a dict that maps each field to the part of its rows to fetch. Each value is a pair `(start, stop)`,
                 a list with one pair per sample, or a `RowSlice`, which supports further forms. The storage service
                 slices the rows and sends only the selected bytes. A dense field remains dense if all slices have the
@@ -131,9 +131,9 @@ class AsyncFetchCalls(AsyncBase):
 
         Returns:
             A TensorDict with batch size `[n]`, or `[]` with `expand=False`. A jagged field is a nested tensor, or a
-            list of tensors if its rows are ragged in several dimensions. A field of objects is a list. If tensordict is
-            not installed, the result is a dict of tensors and lists. If torch is not installed either, the result is a
-            dict of numpy arrays and lists. Without tensordict, type checkers treat the result as `Any`.
+            list of tensors if its rows are ragged in several dimensions. An object field is returned as a list. If
+            tensordict is not installed, the result is a dict of tensors and lists. If torch is not installed either,
+            the result is a dict of numpy arrays and lists. Without tensordict, type checkers treat the result as `Any`.
 
         Raises:
             PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: a partition, field, key
@@ -147,8 +147,7 @@ class AsyncFetchCalls(AsyncBase):
                 `pad_value` is not valid for the dtype.
             torch.OutOfMemoryError: the device has too little free memory. The received data is freed.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
-            DataLossError: the storage service that stored the data restarted without the data. The error names the
-                samples.
+            DataLossError: the storage service that stored the data lost it in a restart. The error names the samples.
             UnavailableError: the controller, or the storage service that stores the data, did not respond in time.
         """
         began_at = time.perf_counter()

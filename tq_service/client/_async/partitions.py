@@ -35,7 +35,7 @@ _CHECKPOINT_SECONDS: Final = 3600.0
 
 
 class AsyncPartitionCalls(AsyncBase):
-    """The client's calls on partitions and services. See `AsyncClient`."""
+    """Client calls that manage partitions and services. See `AsyncClient`."""
 
     async def create_partition(
         self,
@@ -76,17 +76,17 @@ class AsyncPartitionCalls(AsyncBase):
                 task may consume the partition.
             samples_per_round: number of samples per round in a partition that is reused without being sealed.
                 `check_consumption` reports completion when all rounds that have begun are full and consumed.
-                `check_production` reports completion when these rounds are full and produced. If None, completion
-                requires a sealed partition.
+                `check_production` reports completion when these rounds are full and all their samples are produced. If
+                None, completion requires a sealed partition.
             release: rule for clearing samples automatically. If None, samples are cleared only by `clear_samples` and
                 `clear_partition`.
             clear_after: shorthand for `Release("trained", clear_after)`. Samples are cleared once all of these tasks
                 have trained on them or acknowledged them.
-            max_staleness: shorthand for an entry in `admissions` for the only task in `clear_after`. The value limits
-                how many versions of the default policy can be published between creating a sample's slot and training
-                on the sample. Samples must be created with `acquire`; see `Admission`. If None, there is no limit.
-            global_batch: with `max_staleness`, the number of units that all ranks of the task together consume per
-                version.
+            max_staleness: shorthand for adding an entry to `admissions` for the only task in `clear_after`. The value
+                limits how many versions of the default policy can be published between creating a sample's slot and
+                training on the sample. Samples must be created with `acquire`; see `Admission`. If None, there is no
+                limit.
+            global_batch: with `max_staleness`, the total number of units that the task's ranks consume per version.
             batch_unit: unit of `global_batch`: "sample", "rollout" or "group". This unit must match the `batch_unit` of
                 the ranks' claims.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
@@ -130,7 +130,7 @@ class AsyncPartitionCalls(AsyncBase):
 
         Args:
             partition_id: the partition.
-            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
+            incarnation: expected incarnation of the partition. An empty value matches any incarnation.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
@@ -155,7 +155,7 @@ class AsyncPartitionCalls(AsyncBase):
 
         Args:
             partition_id: the partition.
-            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
+            incarnation: expected incarnation of the partition. An empty value matches any incarnation.
             missing_ok: whether to return 0 instead of raising PartitionNotFoundError or StaleIncarnationError.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
@@ -283,9 +283,8 @@ class AsyncPartitionCalls(AsyncBase):
         partitions in its namespace, and stores them under names without the namespace.
 
         Args:
-            name: a path below the service's `checkpoint_dir`, such as "nightly/2026-11-21", with at most 200
-                characters. Each path component consists of letters, digits and "._=@+-", and begins with a letter or
-                digit.
+            name: a path of at most 200 characters below the service's `checkpoint_dir`, such as "nightly/2026-11-21".
+                Each path component consists of letters, digits and "._=@+-", and begins with a letter or digit.
             metadata: a mapping of strings to JSON values, for example the trainer's step; at most 256 KiB in total.
                 `restore` and `list_checkpoints` return this mapping, with tuples converted to lists.
             timeout: seconds until the call fails and the copy is cancelled. Defaults to one hour.
@@ -321,15 +320,15 @@ class AsyncPartitionCalls(AsyncBase):
         """Restore a checkpoint into an empty service, or replace all partitions with those in a checkpoint.
 
         The entire checkpoint is read and checked first, and its data is sent to the current storage services. All
-        partitions in the checkpoint and their claims then appear atomically, so trainers can continue from the
-        checkpoint. A client with a namespace restores into its own namespace, even if the checkpoint was written from
-        another namespace. Partitions of other namespaces do not change.
+        partitions in the checkpoint then appear atomically, together with their claims, so trainers can continue from
+        the checkpoint. A client with a namespace restores into its own namespace, even if the checkpoint was written
+        from another namespace. Partitions of other namespaces do not change.
 
         Args:
             name: the name that was passed to `checkpoint`.
-            replace: whether to replace all existing partitions. The replacement is atomic: after a crash, either the
-                old or the restored state exists. Calls waiting on old partitions fail with PartitionClearedError. Calls
-                that pass a BatchMeta from an old partition raise StaleIncarnationError, even if the checkpoint also
+            replace: whether to replace all existing partitions. The replacement is atomic: a crash leaves either the
+                old or the restored state. Calls waiting on old partitions fail with PartitionClearedError. Calls that
+                pass a BatchMeta from a replaced partition raise StaleIncarnationError, even if the checkpoint also
                 contains that partition. The storage services need capacity for both the old and the restored data.
             timeout: seconds until the call fails. Nothing is restored if the call fails. Defaults to one hour.
 

@@ -21,13 +21,12 @@ class AsyncWatch:
     """An endless iterator over changes; see `watch`. Use it in a `with` block, or close it after use.
 
     The watch resumes automatically after a lost connection, a service restart or a change of leader. A watch must have
-    only one reader. `aclose` ends the iteration. A thread may close a blocking watch while another thread is reading
-    it.
+    only one reader. `aclose` ends the iteration. One thread can close a blocking watch while another is reading it.
 
     Args:
-        calls: the client's channels and calls.
+        calls: object that makes the client's calls.
         request: prefix to watch, options and start revision.
-        timeout: how many seconds the service may be unavailable before the iterator fails.
+        timeout: number of seconds that the service may be unavailable before the iterator fails.
 
     Attributes:
         revision: revision of the last complete update, from which the watch resumes. None before the first update.
@@ -106,7 +105,7 @@ class AsyncWatch:
 
 
 class AsyncWatchCalls(AsyncBase):
-    """The client's calls that watch partitions. See `AsyncClient`."""
+    """Client calls that watch partitions. See `AsyncClient`."""
 
     def watch(
         self,
@@ -122,7 +121,7 @@ class AsyncWatchCalls(AsyncBase):
 
         Each update contains the latest state of everything that changed, without intermediate states, so a slow reader
         receives fewer updates. A large set of changes is split into several updates. Only the last of these updates has
-        a `revision`. A watch receives at most about ten updates per second, and fewer if there are very many watches.
+        a `revision`. A watch receives about ten updates per second at most, and fewer if there are very many watches.
 
         Args:
             prefix: name prefix of the partitions to watch. If empty, all partitions are watched.
@@ -130,10 +129,10 @@ class AsyncWatchCalls(AsyncBase):
                 or an update. If None, the watch starts with the complete state. If changes were missed, for example
                 after a restart of the service, the complete state is sent again, in updates with `is_reset` set.
             samples: whether to watch samples.
-            tasks: whether to watch tasks. If True, claims cause updates.
+            tasks: whether to watch tasks. If True, claims trigger updates.
             progress_interval: number of seconds without changes, at least 0.1, after which an empty update is sent.
-            timeout: how many seconds the service may be unavailable before the iterator fails. Defaults to the client's
-                `timeout`.
+            timeout: number of seconds that the service may be unavailable before the iterator fails. Defaults to the
+                client's `timeout`.
 
         Raises, from the iterator:
             CompactedError: the changes since `revision` are no longer stored. To recover, list the partitions again, or

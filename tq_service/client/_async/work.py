@@ -48,7 +48,7 @@ class AsyncWorkItem:
 
         Args:
             data: columns with one row per sample; see `AsyncClient.put`.
-            custom_meta: custom_meta of the samples; see `AsyncClient.put`.
+            custom_meta: values to attach to the samples; see `AsyncClient.put`.
             ack: whether to acknowledge the samples. If False, the samples stay leased, and more results can be put.
 
         Raises:
@@ -58,7 +58,7 @@ class AsyncWorkItem:
         self._is_done = self._is_done or ack
 
     async def release(self) -> None:
-        """Release the samples to other workers. This delivery does not count towards `max_deliveries`."""
+        """Release the samples to other workers. This delivery does not count toward `max_deliveries`."""
         self._is_done = True
         await self._client.release(self.meta)
 
@@ -143,7 +143,7 @@ class AsyncWork:
             _log.warning(LogMessage("could not acknowledge samples because their lease had expired", error=error))
 
     async def _extend(self) -> None:
-        """Extend the lease of the current item, up to the maximum lease."""
+        """Extend the lease of the current item, unless the maximum lease duration has passed."""
         item = self._item
         if item is None or item._is_done or time.monotonic() - self._began_at > self._max_lease_seconds:
             return
@@ -159,7 +159,7 @@ class AsyncWork:
 
 
 class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
-    """The client's calls that claim samples and fetch their data. See `AsyncClient`."""
+    """Client calls that claim samples and fetch their data. See `AsyncClient`."""
 
     async def get_batch(
         self,
@@ -181,9 +181,9 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
             task_name: the task that consumes the samples.
             data_fields: fields that a sample must have before it can be claimed.
             fetch: fields to fetch. Defaults to `data_fields`.
-            timeout: seconds until the claim or the fetch fails. The claim may take up to `max_wait` seconds longer.
+            timeout: seconds until the claim or the fetch fails. For the claim, `max_wait` is added to this time.
                 Defaults to the client's `timeout`.
-            **options: arguments of `claim`, such as `batch_size`. `batch_count` is not supported.
+            **options: further arguments of `claim`, such as `batch_size`. `batch_count` is not supported.
 
         Returns:
             The data, as returned by `get_data`, and the batch. If no samples were claimed, the data is None, and
@@ -230,7 +230,7 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
         are redelivered to another worker.
 
         If the loop body raises an exception, the samples are redelivered after their lease has expired, and the
-        delivery counts towards `max_deliveries`. To release the current item immediately after a `break`, use the
+        delivery counts toward `max_deliveries`. To release the current item immediately after a `break`, use the
         iterator in a `with` block.
 
         Args:
@@ -238,7 +238,7 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
             task_name: the task that consumes the samples. The samples are distributed among all workers of the task.
             data_fields: fields that a sample must have before it can be claimed.
             batch_size: maximum number of samples, rollouts or groups per item (see `batch_unit`). Ready samples are
-                delivered immediately, without waiting for a full item.
+                delivered immediately, even if they do not fill an item.
             batch_unit: unit of `batch_size`: "sample", "rollout" or "group".
             fetch: fields to fetch into `item.data`. Defaults to `data_fields`.
             lease: number of seconds after which a stopped worker's samples are redelivered.

@@ -29,7 +29,7 @@ class PolicyCalls(Base):
     ) -> None:
         """Record that a version of a policy's weights is in use.
 
-        Publishing a version again has no effect, so several ranks may publish it.
+        Publishing the same version again has no effect, so several ranks may publish it.
 
         Args:
             version: version number of the weights, at least 0.
@@ -136,11 +136,11 @@ class PolicyCalls(Base):
         Args:
             partition_id: the partition.
             task_name: the task that the trainer's ranks run.
-            trained: index of the last trained batch. All earlier batches also count as trained. If None, the recorded
-                index does not change.
+            trained: index of the last batch that the ranks have trained on. All earlier batches also count as trained.
+                If None, the recorded index does not change.
             saved: index of the last batch covered by a trainer checkpoint. All earlier batches also count as covered,
                 and all covered batches count as trained. If None, the recorded index does not change. If the partition
-                has a matching `Release`, samples that are no longer needed to resume are cleared.
+                has a matching `Release`, samples that a resume no longer needs are cleared.
             incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
             epoch: expected epoch of the task. If None, any epoch is accepted.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
@@ -174,7 +174,7 @@ class PolicyCalls(Base):
         epoch: int | None = None,
         timeout: float | None = None,
     ) -> RestartedRanks:
-        """Resume a task after its last trained batch, with restarted ranks. The number of ranks may change.
+        """Let a new set of ranks continue a task after its last trained batch. The number of ranks may change.
 
         The next epoch of the task begins, and claims of the previous ranks are rejected. Trained batches stay consumed.
         Batches that were delivered or prefetched but not trained on are planned again.
@@ -182,12 +182,12 @@ class PolicyCalls(Base):
 
         Args:
             partition_id: the partition.
-            task_name: the task that the ranks run.
-            dp_size: number of restarted ranks.
-            trained: index of the last trained batch. All earlier batches also count as trained. Pass -1 if the ranks
-                have not trained on any batch. Defaults to the index recorded by `advance`.
+            task_name: the task for which the ranks claim batches.
+            dp_size: number of ranks after the restart.
+            trained: index of the last batch that the ranks have trained on. All earlier batches also count as trained.
+                Pass -1 if the ranks have not trained on any batch. Defaults to the index recorded by `advance`.
             incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
-            epoch: epoch of the previous ranks. If set, any new rank can make this call. Until the new ranks have
+            epoch: epoch of the previous ranks. If set, all new ranks may make this call. Until the new ranks have
                 trained on their first batch, only the first of these calls restarts the task. If None, every call
                 restarts the task.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.

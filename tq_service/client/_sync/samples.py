@@ -84,7 +84,7 @@ _MOST_LOSSES: Final = 3
 
 
 def _measured(began_at: float, size_bytes: int) -> None:
-    """Report the duration and size of a put to the probes if the put has columns."""
+    """Report the duration and size of a put with columns to the probes."""
     if (collected := collected_here.get()) is not None:
         collected.note(Stage.PUT, began_at, size_bytes=size_bytes, is_call=True)
     for probe in probes:
@@ -126,51 +126,52 @@ class SampleCalls(Base):
         encodes large data in a background thread.
 
         Args:
-            target: the partition of the samples named by `keys` or of the new samples. The first put creates the
-                partition. To write to existing samples, pass their metadata instead.
+            target: the partition that contains the samples named by `keys`, or that receives the new samples. The first
+                put creates the partition. To write to existing samples, pass their metadata instead.
             data: a TensorDict, or a dict of columns. A dense column is a tensor or array of shape `(n, ...)`, or a list
-                of `n` numbers (stored as int64, float64 or bool). A jagged column is a jagged nested tensor. A list of
-                lists of numbers, or of tensors with at least one dimension, is jagged if the row shapes differ, and
-                dense otherwise. A list of strings, bytes, None, JSON-like values or dicts that contain tensors is a
-                column of objects. A field of objects accepts any list. Object arrays, `NonTensorStack` and
-                `NonTensorData` are always stored as objects. `NonTensorData` is a single value shared by all rows, as
-                in tensordict's `tolist()`. If None, only metadata or state is written.
+                of `n` numbers (stored as int64, float64 or bool). A nested tensor with the jagged layout is a jagged
+                column. A list of lists of numbers, or of tensors with at least one dimension, is jagged if the row
+                shapes differ, and dense otherwise. A list of strings, bytes, None, JSON-like values or dicts that
+                contain tensors is a column of objects. A field of objects accepts any list. Object arrays,
+                `NonTensorStack` and `NonTensorData` are always stored as objects. A `NonTensorData` contains a single
+                value that all rows share, as in tensordict's `tolist()`. If None, only metadata or state is written.
             keys: `n` unique keys, as a list or an array of strings. A call accepts at most 16,384 keys.
             key_mode: "upsert" (default) updates the sample with each key, or creates a sample if the key is new. "new"
                 requires that no sample has any of the keys. "existing" requires that every key belongs to a sample.
-            groups: the group of each new sample. With groups, a call accepts at most 16,384 samples. For a sample
+            groups: the group of each new sample. A call with `groups` accepts at most 16,384 samples. For a sample
                 without a group, pass None in a list, or "" in an array of strings.
             group_size: number of members in a complete group. A member is either a rollout or a sample without a
                 rollout.
             rollouts: the rollout of each new sample, in the same form as `groups`. For example, a rollout's samples can
                 be an agent's turns. A rollout belongs to the group of its first sample.
-            ends_rollouts: whether to close the rollouts of these samples so that no more samples can join them.
-                Rollouts of existing samples are closed too.
+            ends_rollouts: whether to close the rollouts of these samples, after which no more samples can join these
+                rollouts. Rollouts of existing samples are closed too.
             custom_meta: `n` mappings of names to JSON values, or one mapping of names to arrays, tensors or lists of
                 `n` values. The second form is much faster for many samples. New values are merged with existing values.
                 None removes a value, and `tq.JSON_NULL` stores null. The first number, bool or string stored under a
                 name determines the type of that custom_meta column. Claims compare and order only values of the
                 column's type.
             state: the state of the samples: "live" (default for new samples), "held" or "failed".
-            fenced: whether to reject the put if the samples come from a leased claim and this worker no longer holds
-                the lease. If False, the put may overwrite newer data from another worker.
+            fenced: whether to reject the put if the samples come from a leased claim whose lease this worker no longer
+                holds. If False, the put may overwrite newer data from another worker.
             ack: whether to also acknowledge the samples, so that the data and acknowledgement become durable
                 together. `target` must be a leased claim or part of a leased claim; see `ack`. Held samples become live
                 unless `state` is set.
             return_meta: "written" returns the metadata written by this put. "all" returns all current metadata of the
-                samples, for at most 65,536 samples.
+                samples, and is limited to 65,536 samples.
             timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
                 spent waiting for capacity.
 
         Returns:
-            The metadata of the samples, with the fields, keys, groups, rollouts and custom_meta of this put. With
-            `return_meta="all"`, the batch is like one returned by `lookup_samples`. `fields` contains every field that
-            at least one sample has, and `produced` shows which samples have each field. Pass the batch to `get_data` to
-            read the data.
+            The samples' metadata, including the fields, keys, groups, rollouts and custom_meta of this put. With
+            `return_meta="all"`, the batch contains all current metadata of the samples, like a batch returned by
+            `lookup_samples`. `fields` lists every field that at least one sample has, and `produced` shows which
+            samples have each field. Pass the batch to `get_data` to read the data.
 
         Raises:
-            InvalidArgumentError: row counts differ, keys are repeated, or the put is empty. With `ack`, also raised if
-                the samples do not come from a single leased claim or split a group, or if `fenced` is False.
+            InvalidArgumentError: row counts differ, keys are repeated, or the put is empty. With `ack`, the error is
+                also raised if `fenced` is False, if the samples split a group, or if they do not come from a single
+                leased claim.
             FieldMismatchError: a field has a different dtype or number of dimensions, or its declared layout does not
                 allow these rows.
             UnsupportedObjectError: a Python object could only be stored by pickling, which is not supported. Nothing
@@ -178,11 +179,12 @@ class SampleCalls(Base):
             KeyNotFoundError, AlreadyExistsError: a key is missing with `key_mode="existing"`, or already exists with
                 `key_mode="new"`.
             PartitionSealedError: the partition is sealed, and the put adds new samples or upserts columns that existing
-                samples already have, perhaps from another run. To overwrite these columns, set `key_mode="existing"`.
-            LeaseExpiredError: samples of a leased claim are no longer leased to this worker, and this worker has not
-                acknowledged them. Nothing is written. See `ack` and `fenced`.
-            StaleIncarnationError: the partition was cleared after the metadata of the samples was returned.
-            QuotaExceededError: no capacity became available in time, or the put is larger than the quota.
+                samples already have. These columns may come from another run. To overwrite these columns, set
+                `key_mode="existing"`.
+            LeaseExpiredError: the lease on some samples of a claim ended before this worker acknowledged them. Nothing
+                is written. See `ack` and `fenced`.
+            StaleIncarnationError: the partition was cleared after the samples' metadata was returned.
+            QuotaExceededError: no capacity became available before the deadline, or the put is larger than the quota.
         """
         check_word("return_meta", return_meta, ("written", "all"))
         full_name, metadata = partition_of(self._namespace, target), metadata_of(target)
@@ -263,10 +265,10 @@ class SampleCalls(Base):
         """Write data shared by the samples of a group, such as a prompt's image. Each value is stored once per group.
 
         Declare the fields with `FieldSpec(..., scope="group")` when you create the partition. Once a group has a value,
-        all of its samples have the field, whether they were put before or after the value. Samples without a group
-        never have the field. A rollout that belongs to a group has the group's fields. A group's values are freed when
-        its last sample is removed. If a group has no samples yet, its values are kept until the partition is sealed or
-        `clear_samples(groups=...)` clears the group.
+        all samples in the group have the field, whether they were put before or after the value. Samples without a
+        group never have the field. A rollout that belongs to a group has the group's fields. A group's values are freed
+        when its last sample is removed. If a group has no samples yet, its values are kept until the partition is
+        sealed or `clear_samples(groups=...)` clears the group.
 
         Args:
             partition_id: the partition.
@@ -276,7 +278,7 @@ class SampleCalls(Base):
                 capacity reserved for columns of existing samples, so a full service can still be drained.
             timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
                 spent waiting for capacity in the storage services. The partition's limits do not delay the put, but its
-                bytes count towards these limits and may delay puts of new samples.
+                bytes count toward these limits and may delay puts of new samples.
 
         Raises:
             InvalidArgumentError: a field is not declared with group scope, or a group name is repeated or empty.
@@ -284,8 +286,8 @@ class SampleCalls(Base):
             PartitionNotFoundError: the partition does not exist.
             PartitionSealedError: the partition is sealed and does not contain all of the groups.
             NotFoundError: `existing` is set, and a group has no samples. Nothing is written.
-            AlreadyExistsError: a field is write-once, and a group already has a value.
-            QuotaExceededError: no capacity became available in time, or the put is larger than the quota.
+            AlreadyExistsError: a group already has a value in a write-once field.
+            QuotaExceededError: no capacity became available before the deadline, or the put is larger than the quota.
         """
         deadline = self._deadline(timeout)
         full_name = self._namespace.full_name(partition_id)
@@ -326,24 +328,25 @@ class SampleCalls(Base):
             metadata: samples from one leased claim.
             data: the values to append to each of the `n` samples, in the forms accepted by `put`, except objects and
                 scalars.
-            at: the current length of each sample's fields in the first dimension, as `n` values. The length is 0 if the
-                sample does not have the field. All fields of `data` must have this length. Append fields with different
-                lengths in separate calls.
+            at: for each of the `n` samples, the current length of its fields in the first dimension. The length is 0 if
+                the sample does not have the field. All fields of `data` must have this length. Append fields with
+                different lengths in separate calls.
             timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
                 spent waiting for capacity.
 
         Returns:
-            The metadata of the samples, with the fields of `data`.
+            The samples' metadata, including the fields of `data`.
 
         Raises:
-            PreconditionError: a sample's field has a different length (reason LENGTH_MISMATCH, with `got` and
+            PreconditionError: the length of a sample's field differs from `at` (reason LENGTH_MISMATCH, with `got` and
                 `expected`), a sample is not held (SAMPLE_NOT_HELD), or a cell has too many appends (TOO_MANY_EXTENTS).
                 Nothing is written.
             LeaseExpiredError: a sample is no longer leased to this worker, or was acknowledged. Nothing is written.
             FieldMismatchError: a field has a different dtype or shape, or cannot be jagged.
             InvalidArgumentError: `metadata` does not belong to a single leased claim, or `at` or `data` does not have
                 one value per sample.
-            QuotaExceededError: no capacity became available in time, or the append is larger than the quota.
+            QuotaExceededError: no capacity became available before the deadline, or the append is larger than the
+                quota.
         """
         check_leased(metadata)
         lengths = row_lengths("at", at, metadata.size)
@@ -385,8 +388,8 @@ class SampleCalls(Base):
                 and `expected`), or a sample is not held (SAMPLE_NOT_HELD). No field is changed.
             LeaseExpiredError: a sample is no longer leased to this worker, or was acknowledged. No field is changed.
             FieldMismatchError: a field is not jagged in its first dimension.
-            InvalidArgumentError: `metadata` does not belong to a single leased claim, `to` does not have one length per
-                sample, or `data_fields` is empty.
+            InvalidArgumentError: `metadata` does not belong to a single leased claim, `to` does not contain one length
+                per sample, or `data_fields` is empty.
         """
         check_leased(metadata)
         lengths = row_lengths("to", to, metadata.size)
@@ -438,7 +441,7 @@ class SampleCalls(Base):
         return Answered(self._send(alone, deadline), self._namespace).part(put.write)
 
     def _lead(self, lines: Lines, leader: Member) -> None:
-        """Send the batch of puts that a caller leads, and record the response.
+        """Send the leader's batch of puts, and record the response.
 
         Raises:
             TqError: the outcome of the batch is unknown, so another caller must resend the batch. This error is also
@@ -472,7 +475,7 @@ class SampleCalls(Base):
         self._apart[full_partition_id] = now + seconds
 
     def _lines(self) -> Lines:
-        """Return the lines of this event loop or process, and drop those of loops or processes that no longer exist."""
+        """Return the lines of this event loop or process, and drop the lines of loops and processes that have ended."""
         home = current_home()
         lines = self._lines_of.get(home)
         if lines is None:
@@ -577,11 +580,11 @@ class SampleCalls(Base):
     ) -> TensorDict:
         """Allocate columns in shared memory so that a put on the service's host does not copy them.
 
-        Fill in the columns, and then put all of them into the same partition, in the same order and in one call. Such a
-        put only sends a commit, and the columns become the stored data. Do not write to the columns after the put;
-        allocate new columns instead. A put copies the columns if it contains only some of them, changes their order, or
-        uses another partition. If the service does not share memory with this process, or stores puts elsewhere (data
-        directory, mirror), the columns use ordinary memory. The put then copies them. The initial contents of the
+        Fill in the columns, then put all of them into that partition with a single call, in the same order. Such a put
+        sends only a commit, and the columns themselves become the stored data. Do not write to the columns after the
+        put; allocate new columns instead. A put that omits some of the columns, reorders them, or writes to another
+        partition copies the columns. If the service does not share memory with this process, or stores puts elsewhere
+        (data directory, mirror), the columns use ordinary memory. The put then copies them. The initial contents of the
         columns are undefined. A forked child process must not use the columns.
 
         The allocation occupies capacity until the samples of the put are cleared. If the columns are not put within the
@@ -601,7 +604,8 @@ class SampleCalls(Base):
 
         Raises:
             InvalidArgumentError: a field contains objects, or its size is unknown.
-            QuotaExceededError: no capacity became available in time, or the allocation is larger than the quota.
+            QuotaExceededError: no capacity became available before the deadline, or the allocation is larger than the
+                quota.
         """
         shapes = column_shapes(fields, row_count, lengths)
         deadline = self._deadline(timeout)
@@ -645,12 +649,12 @@ class SampleCalls(Base):
             partition_id: the partition, which is created if it does not exist.
             row_count: number of samples. Defaults to the length of `keys`, `custom_meta`, `groups` or `rollouts`.
             keys: unique keys. A call accepts at most 16,384 keys.
-            groups: the group of each sample, or None for samples without a group. With groups, a call accepts at most
+            groups: the group of each sample, or None for samples without a group. A call with `groups` accepts at most
                 16,384 samples.
             group_size: number of members in a complete group. A member is either a rollout or a sample without a
                 rollout.
             rollouts: the rollout of each sample; see `put`.
-            ends_rollouts: whether to close these rollouts so that no more samples can join them.
+            ends_rollouts: whether to close these rollouts, after which no more samples can join them.
             custom_meta: mappings of names to JSON values, or columns. See `put` for the forms of `custom_meta`, `keys`
                 and `groups`.
             state: the state of the samples: "live" (default), "held" or "failed".
@@ -690,8 +694,8 @@ class SampleCalls(Base):
         Args:
             metadata: the samples.
             custom_meta: a mapping of names to JSON values for each sample, or columns; see `put`. None removes a value.
-            fenced: whether to reject the call if the samples come from a leased claim and this worker no longer holds
-                the lease.
+            fenced: whether to reject the call if the samples come from a leased claim whose lease this worker no longer
+                holds.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
@@ -737,15 +741,15 @@ class SampleCalls(Base):
     ) -> tuple[BatchMeta, list[Any]]:
         """Look up samples and return all their metadata.
 
-        The metadata includes keys, groups, rollouts, custom_meta and every field that at least one sample has.
-        `produced` shows which samples have each field.
+        The metadata includes the samples' keys, groups, rollouts and custom_meta, and every field that at least one of
+        the samples has. `produced` shows which samples have each field.
 
         Large results are read in pages. Samples inserted or cleared during the call may or may not be included.
 
         Args:
             partition_id: the partition.
             keys: keys of samples.
-            global_indexes: indexes of samples, instead of keys.
+            global_indexes: indexes of samples, as an alternative to keys.
             groups: names of the groups whose members are looked up.
             rollouts: names of the rollouts whose samples are looked up. If no keys, indexes, groups or rollouts are
                 passed, the call looks up all samples in the partition, including held and failed samples.
@@ -766,7 +770,7 @@ class SampleCalls(Base):
 
         Returns:
             The samples, and a list of the requested keys, indexes, groups or rollouts that match no sample. Samples
-            requested by name are in the order of the names. Other samples are in insertion order.
+            requested by name are returned in the order of the names. Other samples are in insertion order.
 
         Raises:
             PartitionNotFoundError: the partition does not exist and `missing_ok` is False.
@@ -774,8 +778,8 @@ class SampleCalls(Base):
                 created with a list of tasks that omits this task.
             StaleIncarnationError: the partition was cleared between the reads of two pages.
             PartitionClearedError: the partition was cleared while the call waited.
-            InvalidArgumentError: samples are selected in two ways, `max_wait` is set with more than 16,384 names, or a
-                condition does not match its column's type.
+            InvalidArgumentError: samples are named by more than one argument, `max_wait` is set with more than 16,384
+                names, or a condition does not match its column's type.
         """
         wait = seconds("max_wait", max_wait)
         deadline = self._deadline(timeout, wait)
@@ -869,20 +873,20 @@ class SampleCalls(Base):
         Args:
             target: the metadata of the samples. To select samples with the arguments below, pass the partition instead.
             keys: keys of samples.
-            global_indexes: indexes of samples, instead of keys.
+            global_indexes: indexes of samples, as an alternative to keys.
             groups: names of the groups whose members are removed.
             rollouts: names of the rollouts whose samples are removed. Can be combined with `groups`.
-            skipped_by: a task. The call removes all samples that the task will never receive (counted in its
-                `skipped_count`). These are samples that failed before the task claimed them, and the task's
-                dead-lettered samples. If the task needs complete groups, the remaining members of groups that lost a
-                member are also removed. Other tasks may still need these samples.
+            skipped_by: a task. The call removes all samples that the task will never receive, which are counted in the
+                task's `skipped_count`: samples that failed before the task claimed them, and samples that the task
+                dead-lettered. If the task needs complete groups, the remaining members of groups that lost a member
+                are also removed. Other tasks may still need these samples.
             where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
                 removed. Without any other selection, the conditions apply to all samples in the partition.
             task_name: a task. If set, the call affects only samples that this task can still receive and that are not
                 leased to any worker.
             missing_ok: whether to return 0 instead of raising an error if the partition does not exist.
-            fenced: whether to reject the call if the samples come from a leased claim and this worker no longer holds
-                the lease.
+            fenced: whether to reject the call if the samples come from a leased claim whose lease this worker no longer
+                holds.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
@@ -934,26 +938,29 @@ class SampleCalls(Base):
     ) -> int:
         """Clear fields of samples. The values are freed, but the samples remain.
 
-        The samples keep their keys, groups, rollouts, custom_meta and consumption. A cleared value is treated as if it
-        had never been put. `get_data` raises `CellNotFoundError`, and tasks that need the field wait for a new value. A
-        new value can be put even if the field is `write_once`. Clear a field only when no task will read it again.
+        The samples keep their keys, groups, rollouts, custom_meta and consumption status. A cleared value is treated as
+        if it had never been put. `get_data` raises `CellNotFoundError`, and tasks that need the field wait for a new
+        value. A new value can be put even if the field is `write_once`. Clear a field only when no task will read it
+        again.
 
         Args:
-            target: the metadata of the samples. To select samples as in `clear_samples`, pass the partition instead.
+            target: the metadata of the samples whose fields to clear. To select samples as in `clear_samples`, pass the
+                partition instead.
             data_fields: the fields to clear. At least one field is required.
             keys: keys of samples.
-            global_indexes: indexes of samples, instead of keys.
-            groups: names of the groups; the fields of all their samples are cleared. Fields with group scope, whose
-                values are shared by all samples of a group, can be cleared only by group, without `where` or
+            global_indexes: indexes of samples, as an alternative to keys.
+            groups: names of groups. The fields of all samples in these groups are cleared. Fields with group scope,
+                whose values are shared by all samples of a group, can be cleared only by group, without `where` or
                 `task_name`.
-            rollouts: names of the rollouts; the fields of all their samples are cleared. Can be combined with `groups`.
+            rollouts: names of rollouts. The fields of all samples in these rollouts are cleared. Can be combined with
+                `groups`.
             skipped_by: a task. The call clears the fields of all samples that the task will never receive.
             where: conditions on custom_meta. Only the fields of samples that satisfy all conditions are cleared.
             task_name: a task. If set, the call affects only samples that this task can still receive and that are not
                 leased to any worker.
             missing_ok: whether to return 0 instead of raising an error if the partition or a field does not exist.
-            fenced: whether to reject the call if the samples come from a leased claim and this worker no longer holds
-                the lease.
+            fenced: whether to reject the call if the samples come from a leased claim whose lease this worker no longer
+                holds.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
@@ -1002,7 +1009,7 @@ class SampleCalls(Base):
         fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Irreversibly mark samples as failed. All tasks treat failed samples as done, and their data is freed.
+        """Irreversibly mark samples as failed. Failed samples count as done for all tasks, and their data is freed.
 
         The samples keep their keys, groups, rollouts and custom_meta. Rollouts with a failed sample are closed. Samples
         that do not exist or have already failed are ignored.
@@ -1010,15 +1017,15 @@ class SampleCalls(Base):
         Args:
             target: the metadata of the samples. To select samples with the arguments below, pass the partition instead.
             keys: keys of samples.
-            global_indexes: indexes of samples, instead of keys.
+            global_indexes: indexes of samples, as an alternative to keys.
             groups: names of the groups whose members are marked as failed.
             rollouts: names of the rollouts whose samples are marked as failed. Can be combined with `groups`.
             where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
                 marked as failed. Without any other selection, the conditions apply to all samples in the partition.
             task_name: a task. If set, the call affects only samples that this task can still receive and that are not
                 leased to any worker.
-            fenced: whether to reject the call if the samples come from a leased claim and this worker no longer holds
-                the lease.
+            fenced: whether to reject the call if the samples come from a leased claim whose lease this worker no longer
+                holds.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:

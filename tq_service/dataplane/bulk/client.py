@@ -56,7 +56,7 @@ class BulkLink:
     Args:
         address: gRPC address of the service.
         tls: TLS settings for bulk connections. None: plaintext.
-        is_enabled: whether to probe the service's bulk port. If None, the environment variable TQ_BULK determines this.
+        is_enabled: whether to probe the service's bulk port. If None, the environment variable TQ_BULK decides.
     """
 
     def __init__(self, address: str, tls: Tls | None = None, *, is_enabled: bool | None = None) -> None:
@@ -113,7 +113,8 @@ class BulkLink:
         """Send the bytes of a put over bulk connections.
 
         Raises:
-            UnavailableError: some bytes were not sent. Later calls use frames, and also fail if the data was the cause.
+            UnavailableError: some bytes were not sent. Later calls use frames instead. If the data caused the failure,
+                these calls also fail.
         """
 
         def send(connection: BulkConnection, parts: Sequence[Chunk], moved: Moved) -> None:
@@ -123,7 +124,7 @@ class BulkLink:
         self._move(ticket, [chunk for column in columns for chunk in column.chunks if len(chunk)], send, remaining)
 
     def receive(self, ticket: BulkTicket, views: Sequence[memoryview], remaining: Remaining) -> None:
-        """Receive the bytes of a get over bulk connections into `views`.
+        """Receive a get's bytes into `views` over bulk connections.
 
         Raises:
             UnavailableError: some bytes did not arrive. See `send`.
@@ -141,7 +142,7 @@ class BulkLink:
         move: Callable[[BulkConnection, Sequence[C], Moved], None],
         remaining: Remaining,
     ) -> None:
-        """Transfer all ranges in several threads. The bytes to transfer are the concatenated chunks."""
+        """Transfer all ranges using several threads. The bytes to transfer are the concatenated chunks."""
         ends = np.cumsum([len(chunk) for chunk in chunks])
         count = -(-ticket.size_bytes // ticket.range_bytes)
         indexes = iter(range(count))  # ranges that no thread has started to transfer yet

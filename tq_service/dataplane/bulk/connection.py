@@ -1,4 +1,4 @@
-"""Bulk connections: the protocol for requesting ranges, and the system calls that transfer bytes.
+"""Bulk connections: how ranges are requested, and which system calls transfer their bytes.
 
 This module is used by threads in the client and in the storage service. The messages are:
 
@@ -49,7 +49,7 @@ _MESSAGE: Final = np.dtype(
 _HAS_SENDMMSG: Final = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
 
 Moved: TypeAlias = Callable[[int], None]
-"""Callback that receives the byte count of each step (0 after an idle second), and may raise an error to abort."""
+"""Callback that receives the byte count of each step (0 after an idle second). It can raise an error to abort."""
 
 Integers: TypeAlias = NDArray[np.int64]
 
@@ -126,7 +126,7 @@ class BulkConnection:
         self.send([memoryview(_GREETING.pack(_MAGIC, boot_id))], _once)
 
     def check_greeting(self, boot_id: bytes, seconds: float) -> None:
-        """Wait for the greeting, which must come from the storage service with this id.
+        """Wait for the greeting, and check that it comes from the storage service with the id `boot_id`.
 
         Raises:
             UnavailableError: the greeting did not arrive in time, or contained a different id.
@@ -138,7 +138,7 @@ class BulkConnection:
             raise UnavailableError("the bulk port belongs to another storage service or another program")
 
     def _receive_at_once(self, data: bytearray, seconds: float) -> None:
-        """Fill `data` in a single step, waiting at most `seconds`."""
+        """Fill `data` with a single receive, waiting at most `seconds`."""
         self._wait_at_most(seconds)
         try:
             self.receive_into(memoryview(data), partial(_once, size=len(data)))
@@ -193,7 +193,7 @@ class BulkConnection:
             target = target[size:]
 
     def receive_all(self, targets: Sequence[memoryview], moved: Moved) -> None:
-        """Receive bytes into the targets in order, until all are full, with as few system calls as possible.
+        """Fill the targets in order with received bytes, using as few system calls as possible.
 
         Raises the same errors as `receive_into`.
         """

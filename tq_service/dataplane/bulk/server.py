@@ -3,9 +3,10 @@
     a call opens a transfer   ->  its ticket is sent to the client  ->  threads move its ranges  ->  the call continues
     a call closes a transfer  ->  its threads are interrupted  ->  its memory is released once the last thread is done
 
-An authorized call determines which bytes may be read or written. Until the call ends, its ticket is valid for these
-bytes, in one direction. The service divides the bytes into ranges, and accepts each range only once. Otherwise, a
-repeated range could be counted in place of a missing range, whose memory would still contain bytes of another put.
+An authorized call determines which bytes may be read or written. Until the call ends, its ticket allows these bytes to
+be transferred in one direction. The service divides the bytes into ranges, and accepts each range only once. If a
+repeated range counted in place of a missing one, the memory of the missing range would still contain bytes of another
+put.
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ _LOAD_HALF_LIFE_SECONDS: Final = 1.0
 _RANGE_GRAIN_BYTES: Final = 4096
 
 Move: TypeAlias = Callable[[BulkConnection, int, int, Moved], None]
-"""A function that transfers the bytes from start to end in the connection's thread, or raises an error."""
+"""A function that transfers a byte range, from start to end, in the connection's thread, or raises an error."""
 Context: TypeAlias = Callable[[], ssl.SSLContext]
 
 
 class Transfer:
-    """The bulk transfer of a put or get. The event loop opens and closes the transfer, and threads move its ranges.
+    """A transfer of a put's or get's bytes over bulk connections.
+
+    The event loop opens and closes the transfer, and threads move its ranges.
 
     Args:
         size_bytes: total size in bytes.
@@ -57,7 +60,7 @@ class Transfer:
         move: function that transfers a range.
         on_moved: function called periodically on the event loop, with the number of bytes transferred since the last
             call.
-        on_unused: function called on the event loop once the transfer is closed and no thread uses its memory any
+        on_unused: function called on the event loop once the transfer is closed and no thread is using its memory any
             longer.
 
     Attributes:
@@ -134,8 +137,8 @@ class Transfer:
         try:
             if not is_new:
                 raise UnavailableError(
-                    f"range {index} of a bulk transfer was requested; expected one request for each of its "
-                    f"{self._count} ranges"
+                    f"range {index} of a bulk transfer does not exist or was already requested; expected one request "
+                    f"for each of its {self._count} ranges"
                 )
             self._move(connection, start, end, self._moved)
         except TqError as raised:
@@ -257,7 +260,7 @@ class BulkServer:
         return transfer
 
     def _streams_for(self, size_bytes: int) -> int:
-        """Return how many connections to use for this transfer size, given the number of cores per recent transfer."""
+        """Return how many connections to use, given the transfer size and the number of cores per recent transfer."""
         now, count = time.monotonic(), len(self._transfers) + 1
         self._load *= 0.5 ** ((now - self._load_at) / _LOAD_HALF_LIFE_SECONDS)
         self._load, self._load_at = max(self._load, count), now

@@ -1,7 +1,7 @@
 """The client side of shared memory: a channel that exchanges file descriptors with a storage service on the same host.
 
-A handshake verifies that the service is on this host. A put fills a memory region that the service offers, or, if the
-service runs as another user, sends sealed memory instead. A get maps memory that the service offers.
+A handshake verifies that the service is on this host. A put fills a memory region that the service offers. If the
+service runs as another user, the put sends sealed memory instead. A get maps memory that the service offers.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class FdChannel:
 
     Attributes:
         session_id: id by which calls refer to the session.
-        can_allocate: whether the client may fill the memory of a put even after the service has responded to the put.
+        can_allocate: whether the client is allowed to fill a put's memory after receiving the response to the put.
         regions: regions that the session has mapped.
 
     Raises:
-        UnavailableError: no service, or a different service than expected, responds on the socket.
+        UnavailableError: no service responds on the socket, or the service that responds is not the expected one.
     """
 
     def __init__(self, path: Path, boot_id: bytes, seconds: float = _EXCHANGE_SECONDS) -> None:
@@ -150,11 +150,11 @@ class FdChannel:
             shared_memory.close_all(fds)
 
     def begin_lease(self, offer_id: bytes) -> Lease:
-        """Begin the lease of a call that is about to take the offered memory."""
+        """Begin a lease for a call that is about to take the offered memory."""
         return Lease(partial(self._releases.add, offer_id))
 
     def take(self, offer_id: bytes, indexes: Sequence[int]) -> list[int]:
-        """Take the memory offered for a put or get, which is then leased to this session until filled or released.
+        """Take the memory offered for a put or get, and lease it until it is filled or released.
 
         Args:
             offer_id: id of the offer.
@@ -173,7 +173,7 @@ class FdChannel:
                 fds += received
                 self.regions.drop(answer.take_memory.dropped_regions)
                 if not len(received) == len(some) == answer.take_memory.fd_count:
-                    raise UnavailableError(f"received {len(fds)} of {len(indexes)} file descriptors of shared memory")
+                    raise UnavailableError(f"received {len(fds)} of {len(indexes)} shared-memory file descriptors")
                 if is_last:
                     return fds
         except BaseException:
@@ -195,7 +195,7 @@ class FdChannel:
                 raise UnavailableError(f"the shared memory session has ended: {error}") from None
         if received is None:
             self.close()
-            raise UnavailableError("the shared memory session has ended: the service closed the session")
+            raise UnavailableError("the service closed the shared memory session")
         answer, answer_fds = received
         if answer.WhichOneof("answer") == "refusal":
             shared_memory.close_all(answer_fds)
@@ -216,7 +216,7 @@ class Releases:
         self._waiting: deque[bytes] = deque()
 
     def add(self, offer_id: bytes) -> None:
-        """Report an ended lease now, or, if the socket's buffer is full, together with a later lease."""
+        """Report an ended lease now. If the socket's buffer is full, report it together with a later lease."""
         self._waiting.append(offer_id)
         with suppress(IndexError, OSError):
             while True:
@@ -236,10 +236,10 @@ class HostLink:
     """A link through which a client shares memory with a storage service on the same host.
 
     Args:
-        is_enabled: whether to check if the service is on this host. If None, the environment variable TQ_SHARED_MEMORY
+        is_enabled: whether to look for the service on this host. If None, the environment variable TQ_SHARED_MEMORY
             determines this.
 
-    Event loops call `is_due`, so no thread waits for the service while holding the lock that `is_due` needs.
+    Because event loops call `is_due`, no thread holds the lock of `is_due` while waiting for the service.
     """
 
     def __init__(self, *, is_enabled: bool | None = None) -> None:
@@ -249,7 +249,7 @@ class HostLink:
         self._ask_at = time.monotonic() if (_is_enabled() if is_enabled is None else is_enabled) else float("inf")
 
     def is_due(self) -> bool:
-        """Return whether the client should ask the service for its socket now."""
+        """Return whether the client should now request the service's socket."""
         with self._lock:
             if self._channel is not None and self._channel.has_ended:
                 self._channel.close()
@@ -276,10 +276,10 @@ class HostLink:
         self._ask_again_in(_TRY_AGAIN_SECONDS)
 
     def open(self, stat: StatResponse, seconds: float = _EXCHANGE_SECONDS) -> None:
-        """Open a session if the service that sent `stat` is on this host. If none opens, a later call tries again.
+        """Open a session if the service that sent `stat` is on this host. If none is opened, a later call retries.
 
-        This method waits up to `seconds` for other threads that are opening the session, and up to `seconds` for the
-        service.
+        This method waits for other threads that are opening the session, and then for the service, up to `seconds`
+        each.
         """
         seconds = min(max(seconds, _LEAST_SECONDS), _EXCHANGE_SECONDS)
         if not self._opening.acquire(timeout=seconds):

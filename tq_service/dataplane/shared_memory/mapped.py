@@ -1,11 +1,11 @@
 """Shared memory mapped by this process, and the page ranges used by its arrays.
 
-A region is mapped once for writing and at least once for reading. All sessions in this process share these mappings,
-which are kept, with their page tables, for later puts and gets. An array that is returned to a program is backed by a
-private mapping, in a page range that no other get uses. If the program writes to the array, the kernel first copies the
-affected pages. When the last array is deleted, these copies are discarded, and the lease of the get is released. The
-shared mapping is used for bytes that the program never receives: the bytes of puts, and of gets that are copied to a
-device. The shared mapping can be pinned; see `host_memory`.
+A region is mapped once for writing and at least once for reading. All sessions in this process share these mappings.
+The mappings and their page tables are kept for later puts and gets. An array that is returned to a program is backed by
+a private mapping, in a page range that no other get uses. If the program writes to the array, the kernel first copies
+the affected pages. When the last array is deleted, these copies are discarded, and the get's lease is released. Puts,
+and gets that are copied to a device, use the shared mapping, because the program never receives their bytes. The shared
+mapping can be pinned; see `host_memory`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Pages(NamedTuple):
 
 
 class Lease:
-    """A lease on the regions of a get, which lasts until the last array in the regions is deleted.
+    """A lease on a get's regions that lasts until the last array in these regions is deleted.
 
     A lease can end at any time and in any thread, so it does not use locks. If the process forks during the lease, the
-    child shares the arrays, and the parent cannot detect when the child stops using them. Such a lease is never
+    child shares the arrays. The parent then cannot detect when the child stops using them. Such a lease is never
     released, and lasts until the session has ended in all processes.
 
     Args:
@@ -69,10 +69,10 @@ class Lease:
 
 
 class ReadMapping:
-    """A private mapping of a memfd, and the page ranges in use.
+    """A private mapping of a memfd, together with the page ranges that are in use.
 
     Attributes:
-        mapping: the mapping, which covers the entire memfd.
+        mapping: mapped memory of the entire memfd.
     """
 
     __slots__ = ("_used", "mapping")
@@ -90,7 +90,7 @@ class ReadMapping:
         return True
 
     def free(self, pages: Pages) -> None:
-        """Mark a range as unused, and discard the program's changes to it.
+        """Mark a range as unused, and discard any changes that the program made to it.
 
         Any thread may call this method at any time.
         """
@@ -121,8 +121,8 @@ _regions: WeakValueDictionary[tuple[int, bytes, int], _Region] = WeakValueDictio
 class MappedRegions:
     """The regions that a session has used and that the service has not dropped. Thread-safe.
 
-    All sessions between this process and a service share the mappings of each region. A region is unmapped once every
-    session that used the region has ended or has learned that the service dropped the region.
+    All sessions between this process and a service share the mappings of each region. A region stays mapped until every
+    session that used it has either ended or learned that the service dropped the region.
 
     Args:
         run_id: id of the service process. If a service restarts with the same instance id, it numbers its regions from
@@ -138,7 +138,7 @@ class MappedRegions:
         return self._region(number).shared
 
     def is_new(self, number: int) -> bool:
-        """Return whether a region is about to be written to for the first time.
+        """Return whether a region is about to be written to for the first time, and mark it as written to.
 
         Mapping the region pays off only from the second write onward.
         """
@@ -183,8 +183,8 @@ class MappedRegions:
             lease: lease that will use the memory.
             number: number of the region, or 0 for sealed memory.
             fd: file descriptor of the memory.
-            pages: range to use in a private mapping. If None, the shared mapping is used, to which the caller must not
-                write.
+            pages: range of pages that the lease uses in a private mapping. If None, the shared mapping is used, to
+                which the caller must not write.
         """
         if pages is None:
             return self.map_shared(number, fd)

@@ -1,4 +1,4 @@
-"""Messages on the Unix socket over which processes on the same host exchange file descriptors."""
+"""Messages on the Unix socket that processes on the same host use to exchange file descriptors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The server side of shared memory: a Unix socket for clients on the same host, and the sessions of these clients.
 
 A session transfers file descriptors only during a Put or Get call that names the session, or for a few seconds after a
-GetInline call. The call determines which memory the session may read and write. When a client takes memory, the memory
-is leased to the session until the client releases it or the connection ends:
+GetInline call. The call determines which memory the session may read and write. Memory that a client takes is leased to
+the session until the client releases the memory or the connection ends:
 
     Put or Get: offer -> TakeMemory: lease, the call continues without it -> Filled or Release: released
                                                                           -> end of the connection: not released
@@ -56,14 +56,14 @@ class Memory(Protocol):
 
     Attributes:
         fd: file descriptor of the memory.
-        number: number of the region, or 0 for sealed memory.
+        number: number of the region, or 0 if the memory is sealed.
     """
 
     fd: int
     number: int
 
     def lease(self, session: Session) -> None:
-        """Begin a lease, during which the bytes must not change. If memory is freed, call `session.note_dropped`."""
+        """Begin a lease. Until it ends, the bytes must not change. If memory is freed, call `session.note_dropped`."""
 
     def end_lease(self, *, is_released: bool) -> None:
         """End a lease. `is_released` is True if the client has reported that it no longer uses the memory."""
@@ -76,7 +76,7 @@ class SharedMemoryServer:
         directory: directory of the socket. Users with access to this directory may use shared memory.
         boot_id: instance id of the storage service, which clients must send.
         run_id: id of the service process. Region numbers are unique within the process.
-        can_allocate: whether a client may fill a put's region after it has received the response to the put.
+        can_allocate: whether a client may fill a put's region after receiving the response to the put.
 
     Attributes:
         most_memories: maximum number of memory blocks that the service should keep open. Each block uses a file
@@ -100,7 +100,7 @@ class SharedMemoryServer:
         """Start listening on the socket.
 
         Raises:
-            OSError: the directory cannot be used.
+            OSError: the socket's directory cannot be used.
         """
         directory = self.path.parent
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -144,14 +144,14 @@ class SharedMemoryServer:
         return False
 
     def session(self, session_id: bytes) -> Session | None:
-        """Return the open session with this id, if any, after recording that an authorized call has sent the id."""
+        """Record that an authorized call has sent this session id, and return the session, or None if none is open."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.is_proven = True
         return session
 
     def drain(self) -> None:
-        """After a delay, end all offers that have not been taken, because a get waits until its offer is taken."""
+        """After a delay, end all offers not yet taken, so that gets no longer wait for clients to take them."""
 
         def end_offers() -> None:
             for session in self._sessions.values():
@@ -206,7 +206,7 @@ class SharedMemoryServer:
             self._sessions[session.session_id] = session
 
     def _pause(self) -> None:
-        """Pause accepting connections, because a pending connection would wake the event loop continuously."""
+        """Pause accepting connections, so that a pending connection does not wake the event loop continuously."""
         loop = asyncio.get_running_loop()
         if self._listener is not None:
             loop.remove_reader(self._listener)
@@ -265,13 +265,13 @@ class Session:
         boot_id: instance id of the service, which the client must send.
         run_id: id of the service process, which is sent to the client.
         is_own_user: whether the client runs as the same user as the service.
-        can_allocate: whether the client may fill a put's region after it has received the response to the put.
+        can_allocate: whether the client may fill a put's region after receiving the response to the put.
         on_close: function called once when the session has ended.
 
     Attributes:
         session_id: random id, which is disclosed only to the client.
         is_proven: whether an authorized call has sent the session's id.
-        can_allocate: whether the client may fill a put's region after it has received the response to the put.
+        can_allocate: whether the client may fill a put's region after receiving the response to the put.
         is_own_user: whether the client runs as the same user as the service. Regions must not be offered to other
             users, because clients can write to them.
     """
@@ -304,7 +304,7 @@ class Session:
 
     @contextlib.contextmanager
     def awaiting(self, put_id: bytes) -> Iterator[Callable[[], int]]:
-        """Accept the file descriptor of a put while the `with` block runs.
+        """Accept a put's file descriptor for the duration of the `with` block.
 
         Yields a function that returns the descriptor, which the caller must close. The function raises UnavailableError
         if the descriptor has not arrived, for example because the session ended. If the function is not called, the
@@ -325,7 +325,7 @@ class Session:
             close_all(fds)
 
     def offer_for_a_while(self, memories: Sequence[Memory], on_end: Callable[[], None]) -> Offer:
-        """Offer memory until the client takes it, but for at most a few seconds.
+        """Offer memory until the client takes it or a few seconds have passed.
 
         Args:
             memories: memory blocks to offer. The bytes in the blocks must not change until the offer ends.
@@ -359,11 +359,11 @@ class Session:
         self._on_close(self)
 
     def note_dropped(self, region: int) -> None:
-        """Record a region that the client must unmap the next time it takes memory."""
+        """Record that the client must unmap a region the next time it takes memory."""
         self._dropped.append(region)
 
     def end_offers(self) -> None:
-        """End all offers that the client has not taken."""
+        """Withdraw all offers that the client has not taken."""
         for offer in list(self._offers.values()):
             offer.close()
 
@@ -416,10 +416,11 @@ class Session:
             if offer is None:
                 return _refuse("no put or get in this session offers this memory; the call may have ended")
             indexes = request.take_memory.indexes
-            if len(indexes) > messages.MOST_FDS or max(indexes, default=0) >= len(offer.memories):
+            highest = max(indexes, default=-1)
+            if len(indexes) > messages.MOST_FDS or highest >= len(offer.memories):
                 raise InvalidArgumentError(
-                    f"{len(indexes)} file descriptors up to number {max(indexes)} were requested; expected at most "
-                    f"{messages.MOST_FDS} out of {len(offer.memories)}"
+                    f"got a request for {len(indexes)} file descriptors, numbered up to {highest}; expected "
+                    f"at most {messages.MOST_FDS} file descriptors, with numbers below {len(offer.memories)}"
                 )
             offered = [offer.memories[index] for index in indexes]
             dropped = [self._dropped.popleft() for _ in range(min(len(self._dropped), _MOST_DROPPED))]
@@ -432,12 +433,10 @@ class Session:
             offer.is_filled = True
             self._end_lease(offer.offer_id, is_released=True)
             return SharedMemoryAnswer(filled=FilledAnswer()), ()
-        raise InvalidArgumentError(
-            f"got {kind or 'an unknown request'} as the next request; expected a hello message first"
-        )
+        raise InvalidArgumentError(f"got {kind or 'an unknown request'}; expected a hello message as the first request")
 
     def _begin_lease(self, offer: Offer) -> None:
-        """Lease the memory of an offer that was taken. The lease, not the call, then protects the bytes."""
+        """Lease the memory of a taken offer. From then on, the lease rather than the call protects the bytes."""
         for memory in offer.memories:
             memory.lease(self)
         self._leases[offer.offer_id] = offer
@@ -450,7 +449,7 @@ class Session:
 
 
 class Offer:
-    """An offer of memory blocks that a client may take.
+    """Memory blocks that are offered to a client.
 
     Attributes:
         offer_id: id of the offer, and of the lease that begins when the client takes the offer.
@@ -473,7 +472,7 @@ class Offer:
             self._on_end.callback(call)
 
     def close(self) -> None:
-        """End the offer, because the client has taken it or can no longer take it. Repeated calls have no effect."""
+        """End the offer once the client has taken it or can no longer take it. Repeated calls have no effect."""
         self._ended.set()
         self._on_end.close()
 

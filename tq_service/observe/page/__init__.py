@@ -1,1 +1,1 @@
-"""The live page: a small web server, itself a client of the service, that shows the service's state in the browser."""
+"""The live page: a small web server that reads the service's state as a client and shows it in the browser."""

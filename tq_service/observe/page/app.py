@@ -1,4 +1,4 @@
-"""The web server of the live page, which serves assets and a stream of frames to requests with an allowed host name."""
+"""The live page's web server. It serves assets and a stream of frames to requests with an allowed host name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = 
     """Create the ASGI application that serves the live page.
 
     Args:
-        feed: feed whose frames are streamed to browsers.
+        feed: source of the frames that are streamed to browsers.
         root_path: URL path under which a proxy serves the page, such as "/tq". The proxy may strip this path from
             requests.
         allowed_hosts: host names to accept in requests, in addition to localhost and all IP addresses.
@@ -99,7 +99,7 @@ def _checked_path(path: str) -> str:
 class _Guarded:
     """ASGI middleware that rejects requests for unknown host names and adds security headers to responses.
 
-    The host check prevents DNS rebinding, in which another site makes its name resolve to this server in order to read
+    The host check prevents DNS rebinding: another site could otherwise make its name resolve to this server and read
     the page. The Host header of a rebinding request contains the other site's name. IP addresses are safe, because they
     are not resolved by DNS.
     """
@@ -146,7 +146,7 @@ def _is_ip_address(name: str) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that ignores signals. At shutdown, the server closes the feed before waiting for connections."""
+    """A uvicorn server that ignores signals. At shutdown, it closes the feed, then waits for connections to end."""
 
     def __init__(self, config: uvicorn.Config, feed: Feed, on_started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -191,11 +191,11 @@ async def serve_page(
     """Run the feed and the web server of the live page until `stop` is set.
 
     Args:
-        feed: feed of the page's frames, which this function runs.
+        feed: feed that provides the page's frames. This function runs the feed.
         app: application returned by `make_app`.
         bound: listening socket returned by `listen`, which is closed before this function returns.
         stop: event that stops the server.
-        on_started: called when the page becomes reachable.
+        on_started: function called when the page becomes reachable.
     """
     config = uvicorn.Config(
         app, lifespan="off", ws="none", access_log=False, log_config=None, server_header=False, proxy_headers=False,

@@ -1,7 +1,7 @@
 """Reads the status of a service every 2 s, and sends it to all browsers as a JSON frame.
 
-Each frame contains the complete state, so browsers can connect at any time. The names in the JSON are the attribute
-names in `tq_service.results`. Rates, curves and wait durations are computed in `trends.py`.
+Each frame contains the complete state, so browsers can connect at any time. The JSON uses the attribute names from
+`tq_service.results`. `trends.py` computes rates, curves and wait durations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Feed:
 
     Args:
         client: client of the service.
-        prefix: prefix of the names of the partitions to show; other partitions are omitted.
+        prefix: only partitions whose names begin with this prefix are shown.
         interval_seconds: time between status calls.
     """
 
@@ -52,7 +52,7 @@ class Feed:
         self._closed = False
 
     async def run(self) -> None:
-        """Call `look` periodically until cancelled, even if the service does not respond."""
+        """Call `look` periodically until cancelled, and continue even if the service does not respond."""
         while True:
             began = time.monotonic()
             await self.look()
@@ -133,7 +133,7 @@ def _span(seconds: float) -> str:
 
 
 MOST_PARTITIONS: Final = 200
-"""Maximum number of partitions in a frame. Those changed most recently are shown; the others are only counted."""
+"""Maximum number of partitions in a frame. Beyond this, the least recently changed partitions are only counted."""
 
 _MOST_WAITS: Final = 200
 _MOST_FIELDS: Final = 64

@@ -1,4 +1,4 @@
-"""Computes rates, curves, wait durations, recent batches and events for the live page from successive statuses."""
+"""Derives the live page's rates, curves, wait durations, recent batches and events from successive statuses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tq_service.results import PartitionDescription, PartitionSummary, Partition
 from tq_service.step_times import StepTimes
 
 POINT_COUNT: Final = 90
-"""Number of points in each curve for the entire service, enough for three minutes at one point every 2 s."""
+"""Number of points in each curve of the entire service. With one point every 2 s, a curve covers three minutes."""
 
 ROW_POINT_COUNT: Final = 30
-"""Number of points in each curve for a partition or task, enough for one minute at one point every 2 s."""
+"""Number of points in each curve of a partition or task. With one point every 2 s, a curve covers one minute."""
 
 _SIGNIFICANT_DIGITS: Final = 4
 _SMOOTHED_POINTS: Final = 5
@@ -34,11 +34,11 @@ class PartitionTrend:
     """The recent history of a partition.
 
     Attributes:
-        changed_at: time of the last change to any count, in seconds on the clock used for `Trends.see`.
-        seen: description of the partition in the last status.
+        changed_at: time when any count last changed, in seconds on the clock used for `Trends.see`.
+        seen: the partition's description from the last status.
         present: curve of the number of samples that have not been cleared.
-        inserted_per_second: curve of the sample insertion rate.
-        delivered_per_second: curves of the sample delivery rate, by task.
+        inserted_per_second: curve of the number of samples inserted per second.
+        delivered_per_second: curves of the number of samples delivered per second, by task.
     """
 
     changed_at: float
@@ -59,9 +59,10 @@ class Trends:
 
     Attributes:
         partitions: history of each partition in the last status, by partition name.
-        curves: curves of the entire service, by name. "inserted" and "delivered" are in samples per second. "present"
-            counts samples that have not been cleared, and "used" is in bytes over all storage services.
-        balances: recent batches with their partition names, oldest first, by partition group and task.
+        curves: curves of the entire service, by name. "inserted" and "delivered" are rates, in samples per second.
+            "present" is the number of samples that have not been cleared. "used" is the number of bytes in use across
+            all storage services.
+        balances: for each partition group and task, the recent batches with their partition names, oldest first.
         steps: most recent step times of the ranks, by partition group and task.
     """
 
@@ -111,7 +112,7 @@ class Trends:
         self._follow_waits(status, now)
 
     def miss(self) -> None:
-        """Add a gap to all curves, because the service did not respond."""
+        """Add a gap to every curve to show that the service did not respond."""
         for curve in self.curves.values():
             curve.append(None)
         for trend in self.partitions.values():
@@ -119,11 +120,11 @@ class Trends:
                 curve.append(None)
 
     def waits_since(self, wait: PartitionWait) -> float:
-        """Return when a wait started, that is, when it first appeared in a status."""
+        """Return the time when a wait first appeared in a status, which counts as the wait's start."""
         return self._waits_since[_wait_key(wait)]
 
     def _follow_waits(self, status: ServiceStatus, now: float) -> None:
-        """Record when each wait started. A wait restarts if its task has progressed since the last status."""
+        """Record when each wait started. A wait counts as new if its task has progressed since the last status."""
         before, self._progress = (
             self._progress,
             {
@@ -194,10 +195,11 @@ _EVENT_COUNT: Final = 100  # maximum number of partition events, and of service 
 class EventLog:
     """The most recent events in the service, in chronological order.
 
-    Events are numbered consecutively, starting from 1. Partition events have the kinds "made", "sealed" and "cleared".
-    Service events have the kinds "away", "refused", "back" and "restarted". Storage service events have the kinds
-    "silent" and "heard". An event also contains the name of the partition or storage service that it concerns (empty
-    for the service itself). The page shows the name followed by the event's text.
+    Events are numbered consecutively, starting from 1. The kinds of partition events are "made", "sealed" and
+    "cleared". The kinds of service events are "away", "refused", "back" and "restarted". The kinds of storage service
+    events are "silent" (heartbeats stopped) and "heard" (heartbeats resumed). An event also contains the name of the
+    partition or storage service that it concerns (empty for the service itself). The page shows the name followed by
+    the event's text.
     """
 
     def __init__(self) -> None:
@@ -207,7 +209,7 @@ class EventLog:
         self._count = 0
 
     def shown(self, now: float) -> list[dict[str, Any]]:
-        """Return all recorded events as JSON objects that include the event's age in seconds."""
+        """Return all recorded events as JSON objects, each with the event's age in seconds."""
         events = sorted([*self._of_services, *self._of_partitions], key=lambda noted: noted[1]["number"])
         return [{**event, "seconds": round(now - at, 1)} for at, event in events]
 

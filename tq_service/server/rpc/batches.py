@@ -34,7 +34,7 @@ from tq_service.wire.error_table import to_status
 from tq_service.wire.messages import read_seconds
 
 _MOST_UNWRITTEN_BYTES: Final = 1 << 20
-"""Maximum size in bytes of a stream's unwritten responses and of a message that contains several responses."""
+"""Maximum size, in bytes, of a stream's unwritten responses, and of a message that contains several responses."""
 
 _MOST_STREAMS: Final = 256  # each stream may keep an incomplete message in memory
 _MOST_STREAMS_OF_ONE: Final = 2  # a client with a new token opens a second stream while the first stream has open calls
@@ -58,7 +58,7 @@ class _Call:
     Attributes:
         call_id: id chosen by the client.
         task: task that runs the handler.
-        answer: serialized response of the handler.
+        answer: the handler's serialized response.
         status: serialized status of a failed call, or empty if the call has not failed.
         is_late: whether the call's deadline has passed.
         is_unwanted: whether the call was cancelled.
@@ -96,7 +96,7 @@ class _Call:
         return grpc.aio.EOF if request is None else request
 
     def peer(self) -> str:
-        """Return gRPC's name for the client."""
+        """Return the name by which gRPC identifies the client."""
         return self._stream.peer()
 
     def auth_context(self) -> Any:
@@ -152,7 +152,7 @@ class _Stream:
     """An open stream of calls.
 
     Args:
-        services: gRPC services, which provide a handler for each call.
+        services: gRPC services that provide the handlers for the calls.
         context: gRPC context of the stream.
     """
 
@@ -210,7 +210,7 @@ class _Stream:
             self._is_over.set_result(None)
 
     def stall(self, most_seconds: float) -> DeadlineError | None:
-        """Return an error if the client has sent no calls and read no responses for `most_seconds`, or else None."""
+        """Return an error if the client was idle or left a response unread for `most_seconds`, otherwise None."""
         since = self._writing_since
         if since is None and not self._open:
             since = self._idle_since
@@ -351,10 +351,10 @@ def _check_size(name: str, size: int, most: int) -> None:
 
 
 class Batches:
-    """The call streams of a server. Use this class only on the server's event loop.
+    """Handles the `CallMany` streams of a server. Use this class only on the server's event loop.
 
     Args:
-        services: gRPC services, which provide a handler for each call.
+        services: gRPC services that provide the handlers for the calls.
         stall_seconds: time after which a stream is ended if the client neither sends calls nor reads responses.
     """
 

@@ -92,8 +92,8 @@ class Services(grpc.GenericRpcHandler):
 
     Args:
         server: gRPC server that receives the calls.
-        middleware: middleware for each call, outermost first. The first `admit` method to return a caller identifies
-            the caller of a call.
+        middleware: middleware for each call, outermost first. A call is attributed to the first caller that an `admit`
+            method returns.
         methods: descriptions of methods by full name. Unlisted methods use the defaults of `Method`.
 
     Attributes:
@@ -151,7 +151,7 @@ class Services(grpc.GenericRpcHandler):
     def _wrapped(self, inner: Handler, method: Method, caller: Caller, middleware: Sequence[Middleware]) -> Handler:
         """Wrap a handler in middleware. If the caller is rejected, the handler fails without reading any requests.
 
-        All methods are registered with streaming requests so that the inbox can decide when to read messages.
+        All methods are registered as request-streaming methods so that the inbox can decide when to read messages.
         """
         refusal = caller.refusal
         if refusal is None:
@@ -197,9 +197,8 @@ def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
 class ObservedCalls(Middleware):
     """Logs calls at debug level and updates call metrics.
 
-    This stage is the outermost one so that it sees the status of each call. The metrics are named as in
-    go-grpc-middleware. Waiting time is measured separately, because otherwise long polls would dominate the handling
-    time.
+    This stage is the outermost one so that it sees the status of each call. The metrics have the same names as in
+    go-grpc-middleware. Waiting time is measured separately, so that long polls do not dominate the handling time.
 
     Args:
         instruments: metrics to update, or None if metrics are off.
@@ -285,7 +284,7 @@ def _log_end(method: Method, caller: Caller, request: Any, context: Context, *, 
 
 
 def _request_id(message: Any) -> bytes | None:
-    """Return the id that a call shares with its retries: a request_id, the request_id of a commit, or a put_id."""
+    """Return the id that a call shares with its retries: its request_id, its commit's request_id, or its put_id."""
     header = getattr(message, "header", message)
     for part in (message, getattr(message, "commit", None), header, getattr(header, "commit", None)):
         if request_id := getattr(part, "request_id", b""):
@@ -294,7 +293,7 @@ def _request_id(message: Any) -> bytes | None:
 
 
 class RunningCalls(Middleware):
-    """Counts and limits running calls and ends failed calls with a `google.rpc.Status`.
+    """Counts and limits running calls, and reports failures to clients as a `google.rpc.Status`.
 
     Calls beyond the limit are rejected before their requests are read. Health probes do not count toward the limit,
     because callers without a token can send them and must not displace other calls. Calls between services are also
@@ -319,7 +318,7 @@ class RunningCalls(Middleware):
         _grpc_log.addFilter(_UNTAKEN_ANSWERS)  # no effect if another service in this process has added it
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
-        """Return a rejected caller if too many calls are running, and None otherwise."""
+        """Return a `Caller` with a refusal if too many calls are running, or None otherwise."""
         is_one_too_many = self.count >= self._most and not (method.is_open or method.is_internal)
         return self._one_too_many if is_one_too_many else None
 
@@ -353,7 +352,10 @@ class RunningCalls(Middleware):
 
 
 async def _end(context: Context, error: Exception, method: Method, message: Any) -> None:
-    """End a call with the status for its error. If the error is a bug, include the call's request_id in the status."""
+    """End a call with the status that corresponds to its error.
+
+    If the error is unexpected (not a `TqError`), include the call's request_id in the status.
+    """
     failed = error
     if not isinstance(error, TqError):
         request_id = _request_id(message)
@@ -372,8 +374,8 @@ class _UntakenAnswers(logging.Filter):
     """A log filter that replaces gRPC's error and traceback for an undelivered response with a single INFO line.
 
     gRPC does not log why a response could not be delivered. The client may have disconnected or cancelled the call
-    while the response was in transit. The client may also have rejected the response as too large, in which case its
-    call fails with RESOURCE_EXHAUSTED.
+    while the response was in transit. The client may also have rejected the response because it was too large; the
+    client's call then fails with RESOURCE_EXHAUSTED.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -402,7 +404,7 @@ class DurableAnswers(Middleware):
 
     In a cluster, the middleware also rejects calls to a standby and withholds the responses of a leader that may have
     been superseded. A process that was paused for longer than its lease therefore never responds with outdated state.
-    `end_calls` ends calls that are waiting for samples or etcd so that their clients retry with the leader. Use this
+    `end_calls` ends calls that are waiting for samples or for etcd, so their clients retry with the leader. Use this
     class from a single event loop.
 
     Args:
@@ -416,7 +418,7 @@ class DurableAnswers(Middleware):
         self._running = EndableCalls()
 
     def end_calls(self) -> None:
-        """End running calls with `NotLeaderError`. Changes that these calls made may still take effect."""
+        """Fail running calls with `NotLeaderError`. Changes that these calls made may still take effect."""
         self._running.end(lambda _owner: self._refusal())
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
@@ -481,7 +483,7 @@ class DurableAnswers(Middleware):
 
 
 class _DurableContext:
-    """A call context whose `write` waits until the state is durable."""
+    """A call context whose `write` waits until the state is durable before it sends a response."""
 
     def __init__(self, context: Context, durable: Callable[[Any], Awaitable[Any]]) -> None:
         self._context = context
@@ -509,7 +511,7 @@ _WRONG_PROOF: Final = (
 )
 _AGENT: Final = re.compile(r"tq-service/(\S+) \(protocol (\d+)\)")
 _SERVICE: Final = make_token(name="internal-secret", sha256="0" * 64, roles=["service"], prefixes=[ALL_PARTITIONS])
-"""Token with the role `service`, used for callers that present the internal secret."""
+"""Token with the `service` role, used for callers that present the internal secret."""
 
 
 class AccessControl(Middleware):
@@ -521,17 +523,18 @@ class AccessControl(Middleware):
 
     Args:
         audit: log of rejected calls and administrative calls.
-        tokens: valid tokens, or None if everyone may call all methods except internal ones.
+        tokens: valid tokens, or None if all methods except internal ones may be called without a token.
         secret: secret shared by the services of this deployment, or None if services are identified only by tokens.
-        stall_seconds: maximum time to wait for the first message of a stream, which determines whether the call is
+        stall_seconds: maximum time to wait for a stream's first message. This message determines whether the call is
             allowed.
 
     Attributes:
-        partition_of: function that returns the partition of a complete put in this process's storage service, or None
-            for an unknown put. `partition_of` is None if this process does not run a storage service.
-        admitted_at: `time.monotonic` time of the first admitted call on each connection, by peer. If tokens are
-            required, health probes are not recorded, because they need no token. `Connections` removes the entries of
-            closed connections.
+        partition_of: function that returns the partition of a complete put in this process's storage service. The
+            function returns None for an unknown put. `partition_of` is None if this process does not run a storage
+            service.
+        admitted_at: for each connection, keyed by peer, the `time.monotonic` time of the first admitted call. If tokens
+            are required, health probes are not recorded, because they need no token. `Connections` removes the entries
+            of closed connections.
     """
 
     def __init__(
@@ -571,7 +574,7 @@ class AccessControl(Middleware):
         self._lasting.end(error_of)
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller:
-        """Identify the caller from the call's metadata. Return a rejected caller if the call is not allowed."""
+        """Identify the caller from the call's metadata. If the call is not allowed, the result's `refusal` is set."""
         if method.is_open:
             return self._anyone
         metadata = dict(details.invocation_metadata or ())
@@ -604,9 +607,10 @@ class AccessControl(Middleware):
         return caller
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Wrap a handler to check whether the caller may call the method.
+        """Wrap a handler in a check of whether the caller may call the method.
 
-        If the check depends on the request, the wrapper first reads the request or the first message of the stream.
+        If the check depends on the request, the wrapper first reads the request, or the first message of a request
+        stream.
         """
         token, refusal = caller.token, caller.refusal
         is_known = refusal is None
@@ -651,7 +655,7 @@ class AccessControl(Middleware):
         return lambda request, context: self._lasting.run(call(request, context), token)
 
     def refused_scrape(self, loop: asyncio.AbstractEventLoop, authorization: str, peer: str) -> str | None:
-        """Return why to reject a metrics scrape with this authorization header, or None to allow the scrape.
+        """Return the reason to reject a metrics scrape with this authorization header, or None to allow it.
 
         Thread-safe.
         """
@@ -667,7 +671,7 @@ class AccessControl(Middleware):
         name = "" if token is None else token.name
         line = AuditLine(decision="refused", method=_SCRAPE.name, peer=peer, token=name, reason=refusal.reason)
         loop.call_soon_threadsafe(self._audit.note, line)
-        return f"{refusal.reason}; a scrape requires a token with role read for all partitions"
+        return f"{refusal.reason}; a scrape requires a token with the role read for all partitions"
 
     def _named_by(self, method: Method, request: Any) -> list[str]:
         """Return the partitions that a request refers to, either by name or through puts."""
@@ -711,7 +715,7 @@ def _showing_its_own(token: Token, behavior: Behavior) -> Behavior:
             return await behavior(request, context)
         except PartitionNotFoundError as error:  # the original message suggests similar partition names
             raise PartitionNotFoundError(
-                "the partition does not exist. ListPartitions lists the partitions for which this token is valid",
+                "the partition does not exist. Call ListPartitions to list the partitions that this token can access",
                 metadata=error.metadata,
             ) from None
 
@@ -727,7 +731,7 @@ def _stranger(message: str, reason: str, name: str = "") -> Caller:
 
 
 def _other_protocol(agent: str) -> Caller | None:
-    """Return a rejected caller if the user agent contains a different protocol version, and None otherwise.
+    """Return a rejected caller if the user agent specifies a different protocol version, otherwise None.
 
     Clients written in other languages do not send a protocol version.
     """
@@ -747,7 +751,7 @@ def _other_protocol(agent: str) -> Caller | None:
 
 
 def _lack(method: Method, token: Token) -> Refusal | None:
-    """Return a refusal if the token does not permit any call to the method, and None otherwise."""
+    """Return a refusal if the token permits no call to the method, otherwise None."""
     if not method.roles:
         return _denied(
             "no rule for the method", f"{method.short_name} has no access rule in its proto, so all calls are refused"

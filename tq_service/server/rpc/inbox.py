@@ -2,7 +2,7 @@
 
 gRPC reads each message completely into memory that does not count toward any quota. Before the service starts reading a
 message, the client can send no more than the stream's window (`wire/connection.py`). Each read returns a single message
-of at most `max_message_bytes`, so limiting the number of concurrent reads also limits the bytes in flight.
+of at most `max_message_bytes`. A limit on concurrent reads is therefore also a limit on the bytes in flight.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tq_service.wire.connection import MAX_REQUEST_BYTES, PART_BYTES
 Part = TypeVar("Part")
 
 LEAST_PROGRESS_BYTES: Final = 64 * 1024
-"""Minimum number of bytes that a stream must transfer within `stall_seconds`, or it is ended as stalled."""
+"""Minimum number of bytes per `stall_seconds`. A stream that transfers fewer bytes is ended as stalled."""
 
 GRACE_SECONDS: Final = 10.0
-"""Waiting time per stream that is ignored when the stream's transfer rate is compared with the minimum."""
+"""Part of a stream's waiting time that is ignored when the stream's transfer rate is compared with the minimum."""
 
 RETRY_AFTER_SECONDS: Final = 1.0
 MAX_OPEN_REQUEST_BYTES: Final = 4096
 """Maximum request size, in bytes, for methods that need no token. Such requests contain only a service name."""
 
 MAX_WAITING_BYTES: Final = 32 << 20
-"""Maximum total request size, in bytes, of running calls that may wait for samples or capacity."""
+"""Maximum total size, in bytes, of the requests of running calls that may wait for samples or capacity."""
 
 _DECODED_AT_ONCE: Final = 512 << 10  # bytes, which take a few milliseconds to decode if they are varints
 _EOF: Final = grpc.aio.EOF
@@ -45,13 +45,16 @@ _ROUNDED_SHARE: Final = 0.035
 """Safety margin for timeouts. In measurements, gRPC sent timeouts that were up to 3.3 % longer than requested."""
 
 needs_no_turn: Final[ContextVar[bool]] = ContextVar("needs_no_turn", default=False)
-"""Whether the current call reads without a `Turn`, as do streams that may be idle for a long time, such as CallMany."""
+"""Whether the current call reads without a `Turn`.
+
+Streams that may be idle for a long time, such as CallMany, read without a `Turn`.
+"""
 
 
 def wait_until(context: Context) -> float | None:
     """Return the `time.monotonic` time until which a call may wait, or None if the call has no deadline.
 
-    The returned time leaves enough time to send an error before the deadline.
+    A call that stops waiting at this time can still send an error before its deadline.
     """
     remaining = context.time_remaining()
     if remaining is None:
@@ -79,14 +82,14 @@ def _beyond(limit_name: str, got: int, limit: int, message: str) -> LimitExceede
 
 
 class WaitingCalls:
-    """Counts waiting calls, such as those that wait for samples or capacity, and rejects calls beyond a limit.
+    """Counts the calls that are waiting, for example for samples or capacity, and rejects calls beyond a limit.
 
-    Each connection counts as a separate client.
+    For these limits, each connection counts as a separate client.
 
     Args:
-        most: maximum number of waiting calls.
+        most: maximum number of waiting calls of all clients together.
         most_of_one: maximum number of waiting calls per client.
-        limit_name: name of the total limit in error messages. The per-client limit has the suffix "_per_client".
+        limit_name: name that error messages use for the total limit. The per-client limit has the suffix "_per_client".
 
     Attributes:
         count: number of waiting calls.
@@ -126,10 +129,10 @@ class WaitingCalls:
 
 
 class Turn:
-    """Permission to perform one or more related reads on a connection. Turns are granted by a `Lane`.
+    """Permission to perform one or more related reads on a connection. A `Lane` grants turns.
 
     Attributes:
-        connection: gRPC's name for the connection's peer.
+        connection: name by which gRPC identifies the connection's peer.
         due_at: time on the event loop's clock after which the running step is considered slow.
         is_aside: whether the turn has been moved aside because it was slow while other reads waited. A turn that has
             been moved aside does not count as a concurrent read.
@@ -187,20 +190,20 @@ class Turn:
 class Lane:
     """Limits concurrent reads, both in total and per connection. Waiting connections take turns.
 
-    A read is slow if it takes longer than `patience_seconds` while other reads wait. A few slow reads are moved aside.
-    Such reads continue but no longer count as concurrent reads. A connection that has a read moved aside may not use
-    the last free slot. If too many reads have been moved aside, the lane ends the oldest one on the connection that has
-    the most of them.
+    A read is slow if it takes longer than `patience_seconds` while other reads wait. A limited number of slow reads are
+    moved aside. Such reads continue but no longer count as concurrent reads. The last free slot is reserved for
+    connections without reads that were moved aside. If too many reads have been moved aside, the lane picks the
+    connection with the most such reads, and ends the oldest of them.
 
     Args:
         most: maximum number of concurrent reads.
-        most_of_one: maximum number of concurrent reads per connection, including those moved aside.
+        most_of_one: maximum number of concurrent reads per connection; reads that were moved aside also count.
         patience_seconds: maximum duration of a read while other reads wait.
-        most_aside: maximum number of reads moved aside. If 0, every slow read is ended.
+        most_aside: maximum number of reads that are moved aside at the same time. If 0, the lane ends every slow read.
         most_waiting_of_one: maximum number of waiting reads per connection.
 
     Attributes:
-        running: number of running reads, excluding those moved aside.
+        running: number of reads in progress, not counting those moved aside.
         patience_seconds: maximum duration of a read while other reads wait.
     """
 
@@ -226,7 +229,7 @@ class Lane:
         self.patience_seconds = patience_seconds
 
     async def enter(self, connection: str) -> Turn:
-        """Wait for a turn and return it. The caller must end the turn with `leave`.
+        """Wait for a turn and return it. The caller must end the turn by calling `leave`.
 
         Raises:
             LimitExceededError: too many reads on the connection are already waiting.
@@ -258,7 +261,7 @@ class Lane:
             raise
 
     def leave(self, turn: Turn) -> None:
-        """End a turn and start waiting reads."""
+        """End a turn, and start reads that are waiting for one."""
         if turn.is_aside:
             self._aside.pop(turn, None)
         else:
@@ -291,7 +294,7 @@ class Lane:
         return Turn(self, connection)
 
     def _admit(self) -> None:
-        """Start waiting reads while slots are free. The connections take turns."""
+        """Admit waiting reads as long as slots are free. The connections take turns."""
         while (connection := next(filter(self._has_place, self._waiting), None)) is not None:
             queue = self._waiting.pop(connection)
             place = queue.popleft()
@@ -308,7 +311,7 @@ class Lane:
             self._patrol = loop.call_at(max(next(iter(self._steps)).due_at, loop.time()), self._part_with_slow)
 
     def _part_with_slow(self) -> None:
-        """Move slow reads aside, ending one if too many were moved. If no read may be moved, end all slow reads."""
+        """Move slow reads aside, and end one if too many are aside. If no reads may be moved, end all slow reads."""
         self._patrol = None
         now = asyncio.get_running_loop().time()
         for turn in list(self._steps) if self._waiting else ():
@@ -335,10 +338,11 @@ class Inbox:
     Attributes:
         open_calls: lane for requests to methods that need no token.
         requests: lane for all other requests, including the first message of each stream.
-        frames: lane for later messages of streams. A message's turn lasts until the next message is read.
-        large: lane for requests sent in parts. A turn lasts until the call ends or `waiting_bytes` accounts for the
-            request.
-        waiting_bytes: total request size, in bytes, of running calls that may wait for samples or capacity.
+        frames: lane for all messages after the first in each stream. A message's turn lasts until the next message is
+            read.
+        large: lane for requests sent in parts. A request keeps its turn until its call ends or its size has been added
+            to `waiting_bytes`.
+        waiting_bytes: total size, in bytes, of the requests of running calls that may wait for samples or capacity.
     """
 
     def __init__(self) -> None:
@@ -484,7 +488,7 @@ class Requests:
     def _hold(self, size: int) -> None:
         """Add the size of a request to `waiting_bytes`.
 
-        A request that does not fit keeps its turn in `large`, or is rejected if it has no turn.
+        If the request does not fit, it keeps its turn in `large`, or is rejected if it has no turn.
         """
         inbox = self._inbox
         total = inbox.waiting_bytes + size
@@ -535,7 +539,7 @@ class Progress:
     The timer restarts once enough bytes have been transferred.
 
     Args:
-        seconds: maximum time to transfer `LEAST_PROGRESS_BYTES`.
+        seconds: maximum time that a transfer of `LEAST_PROGRESS_BYTES` may take.
         what: beginning of the error message, such as "the next part did not arrive".
     """
 
@@ -612,7 +616,7 @@ class LeastRate:
     same network, so each of n streams needs to reach only 1/n of the rate. Use this class from a single event loop.
 
     Args:
-        bytes_per_second: minimum rate of all streams combined, or 0 for no minimum.
+        bytes_per_second: minimum combined rate of all streams, or 0 for no minimum.
     """
 
     def __init__(self, bytes_per_second: int) -> None:
@@ -621,7 +625,7 @@ class LeastRate:
 
     @contextlib.contextmanager
     def watching(self, progress: Progress) -> Iterator[None]:
-        """Apply the minimum rate to a stream for the duration of the `with` block."""
+        """Enforce the minimum rate for a stream until the `with` block ends."""
         self._streams.add(progress)
         try:
             yield

@@ -4,8 +4,9 @@ In the protos, the option `rule` describes each method (protos/tq_service/v1/met
 rules from the descriptors. The module also defines rules for gRPC's standard services, whose protos do not have this
 option.
 
-Handlers of all kinds of methods are coroutine functions. A handler receives the request (or an iterator over the
-requests) and the context. The handler either returns the response or writes a stream of responses to the context.
+All handlers are coroutine functions, for unary and streaming methods alike. A handler receives the request (or an
+iterator over the requests) and the context. The handler either returns the response or writes a stream of responses to
+the context.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ class Method:
     """A gRPC method and the rules that middleware applies to its calls.
 
     Attributes:
-        name: full name, such as "/tq_service.v1.ControllerService/Insert".
+        name: full name of the method, such as "/tq_service.v1.ControllerService/Insert".
         roles: roles that may call the method, in addition to the admin role. If empty, all calls are rejected.
-        is_open: whether everyone may call the method without a token, as for health probes.
+        is_open: whether anyone may call the method without a token, as for health probes.
         has_request_stream: whether requests are streamed.
         has_response_stream: whether responses are streamed.
         partitions: function that returns the partitions named in a request or in the first message of a stream.
-        put_ids: function that returns the ids of puts in a request, or None if requests contain no put ids. Access to
-            the puts' partitions is also checked.
+        put_ids: function that returns the ids of puts in a request, or None if requests contain no put ids. The caller
+            must also be allowed to access the partitions of these puts.
         concerns_all: whether calls concern all partitions and therefore require a token for all partitions.
         is_audited: whether each allowed call is written to the audit log.
         waits: whether calls may wait for samples or capacity.
@@ -94,7 +95,7 @@ class Method:
 
     @property
     def allowed_roles(self) -> frozenset[Role]:
-        """All roles that may call the method. Unless the method is internal, these include the admin role."""
+        """All roles that may call the method. The admin role is included unless the method is internal."""
         return self.roles | {"admin"} if self.roles and not self.is_internal else self.roles
 
 
@@ -108,7 +109,7 @@ def method_of(described: MethodDescriptor) -> Method:
     rule: MethodRule = options.Extensions[method_rule_pb2.rule]
     roles: Any = [method_rule_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in rule.roles]
     if unknown := set(roles) - set(ROLES):
-        raise ValueError(f"the protos name the roles {unknown}, which tokens cannot have; expected roles from {ROLES}")
+        raise ValueError(f"the protos list roles {unknown}, which tokens cannot have; expected only roles from {ROLES}")
     is_complete = bool(rule.partitions != PARTITIONS_UNSPECIFIED or rule.partition_fields or rule.put_ids_field)
     names = [_reader(path, described.input_type, FieldDescriptor.TYPE_STRING) for path in rule.partition_fields]
     put_ids = None
@@ -146,7 +147,7 @@ def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
     """Return a function that reads the value at a path in a message.
 
     The function returns None if a message on the path is absent or if the function's argument has an unexpected type.
-    If a message on the path is repeated, the function returns a list of the values in all elements.
+    If a message on the path is repeated, the function returns the values of all its elements as a list.
 
     A stream decoder, such as those in wire/columns.py, may return a submessage instead of the entire message. The
     function then reads the value from the submessage.
@@ -185,7 +186,7 @@ def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
 
 
 def _values(message: Any, parents: Sequence[str], last: str) -> Iterator[Any]:
-    """Yield the values of a field in all messages at a path. The messages on the path may be repeated or absent."""
+    """Yield the field's value from each message at a path. Any message on the path may be repeated or absent."""
     if not parents:
         yield getattr(message, last)
         return
@@ -234,7 +235,7 @@ class Refusal(NamedTuple):
 
     Attributes:
         make_error: function that creates the error for a rejected call.
-        reason: reason shown in the audit log, or "" if rejections are not audited.
+        reason: text that explains the rejection in the audit log, or "" if rejections are not audited.
     """
 
     make_error: Callable[[], TqError]
@@ -266,7 +267,7 @@ class Middleware:
         """Identify the caller from a call's metadata. Return None to let other middleware decide.
 
         This method runs for each call, before the request is read. A rejected call passes only through this middleware
-        and the outer middleware, which must not read the request.
+        and the outer middleware. None of them may read the request.
         """
         return None
 
@@ -286,7 +287,7 @@ class EndableCalls:
         self._errors: dict[asyncio.Task[Any], TqError] = {}  # errors of ended calls
 
     def end(self, error_of: Callable[[Any], TqError | None]) -> None:
-        """End calls with an error. Changes that these calls made may still take effect.
+        """Fail calls with an error. Changes already made by these calls can still take effect.
 
         Args:
             error_of: function that returns the error for an owner's calls, or None to let these calls continue.

@@ -31,7 +31,7 @@ from tq_service.errors import QuotaExceededError
 
 RETRY_AFTER_SECONDS: Final = 1.0
 SMALL_BYTES: Final = 64 << 10
-"""Size in bytes below which blobs are allocated with malloc, and stored in the journal if there is one."""
+"""Blobs smaller than this size in bytes are allocated with malloc and, if there is a journal, stored in it."""
 
 PIECE_BYTES: Final = 1 << 20
 """Number of text bytes that are validated in a single step. A step blocks all other threads for at most 2 ms."""
@@ -45,7 +45,7 @@ _HUGE_PAGES_FROM_BYTES: Final = 4 << 20
 _CLASSES_PER_DOUBLING: Final = 8
 _HALF_LIFE_SECONDS: Final = 2.5
 NO_FD: Final = -1
-"""Placeholder for the file descriptor of memory that has been closed or has not been received yet."""
+"""Placeholder for a file descriptor that has been closed or has not been received yet."""
 
 T = TypeVar("T")
 Buffer: TypeAlias = memoryview | bytes | bytearray
@@ -55,14 +55,14 @@ Span: TypeAlias = tuple[int, int]
 
 
 class Session(Protocol):
-    """Interface of a session whose client may have mapped a region."""
+    """Interface of a session whose client might have mapped some regions."""
 
     def note_dropped(self, region: int) -> None:
         """Record that a region will not be used again."""
 
 
 class SharedMemory:
-    """Memory with a file descriptor, which clients may map for reading.
+    """Memory with a file descriptor, which clients can map for reading.
 
     Args:
         fd: file descriptor of the memory, owned by this object.
@@ -71,7 +71,7 @@ class SharedMemory:
 
     Attributes:
         fd: file descriptor of the memory.
-        memory: this process's mapping of the memory.
+        memory: the memory as mapped into this process.
         number: identifier of a region, or 0 for sealed memory.
     """
 
@@ -112,14 +112,15 @@ class Blob:
     Attributes:
         is_local: whether the bytes are in this process's memory.
         number: identifier that stays valid after a restart, or 0 if the blob does not outlive the process.
-        checksum: XXH3 checksum of all bytes written and filled so far, or 0 if the blob has no number.
+        checksum: XXH3 checksum of all bytes that have been written or filled so far, or 0 if the blob has no number.
         store, size, memory, backing: the constructor's arguments.
-        charge: number of quota bytes that the blob occupies until it is freed. The blob's owner may change the charge.
+        charge: number of bytes that the blob counts against the quota until it is freed. The blob's owner can change
+            this number.
         is_damaged: whether the backing is damaged and must not be reused.
         shared: memory that clients on this host can map, or None if they cannot map the blob.
         tables: tables of the put. The value is None if a local blob begins with the tables, or if a recovered blob has
             not been read.
-        copy: copy of the blob that outlives the process and is freed together with the blob.
+        copy: persistent copy of the blob, which outlives the process. Freeing the blob also frees the copy.
     """
 
     __slots__ = (
@@ -189,7 +190,7 @@ class Blob:
         receive(self.view()[start:end])
 
     def read_back(self, start: int) -> Iterator[tuple[int, memoryview]]:
-        """Read back all filled bytes from `start` onward in a thread, and add them to the checksum if the blob has one.
+        """In a thread, read back all filled bytes from `start` onward, and add them to the blob's checksum, if any.
 
         Yields:
             The start and the bytes of each chunk, in order.
@@ -202,7 +203,11 @@ class Blob:
             yield at, view[at : at + PIECE_BYTES]
 
     def keep_file(self) -> Path | None:
-        """Keep the blob's file unchanged even after the blob is freed. Return its path, or None if there is no file."""
+        """Keep the blob's file unchanged even after the blob is freed.
+
+        Returns:
+            The file's path, or None if the blob has no file.
+        """
         return None
 
     @property
@@ -211,7 +216,7 @@ class Blob:
         return self._pin_count > 0
 
     def pin(self) -> None:
-        """Keep the bytes for a reader or a thread, even if the blob is released."""
+        """Keep the bytes available to a reader or a thread, even if the blob is released."""
         self._pin_count += 1
 
     def unpin(self) -> None:
@@ -256,7 +261,7 @@ class BlobStore(ABC):
         """
 
     async def write(self, blob: Blob, start: int, data: Buffer) -> None:
-        """Write bytes to a blob. The caller may reuse `data` afterwards.
+        """Write bytes to a blob. The caller may reuse `data` afterward.
 
         Raises:
             UnavailableError, DiskFullError: the bytes cannot be written, and the put is aborted.
@@ -272,10 +277,10 @@ class BlobStore(ABC):
 
     @abstractmethod
     def free(self, blob: Blob) -> None:
-        """Free a blob without readers, immediately or later, and call `on_freed`. Only the blob calls this method."""
+        """Free a blob without readers, either now or later, and call `on_freed`. Called only by the blob itself."""
 
     def trim(self, elapsed_seconds: float) -> None:  # noqa: B027  (most stores have nothing to trim)
-        """Free some pooled bytes that were not needed during the elapsed time."""
+        """Free some of the pooled bytes that were not needed during the last `elapsed_seconds` seconds."""
 
     async def close(self) -> None:  # noqa: B027  (most stores have nothing to close)
         """Release the store's own resources, such as threads and connections. Existing blobs can still be released."""
@@ -371,7 +376,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         return self._use(self._recycled(capacity) or self._make(capacity), size)
 
     def _recycled(self, capacity: int) -> BackingT | None:
-        """Return a pooled backing with the given capacity, or None if there is none."""
+        """Return a backing with the given capacity from the pool, or None if the pool has none."""
         pooled = self._pool.get(capacity)
         if pooled is None:
             return None
@@ -407,7 +412,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         self.on_freed(blob.charge)
 
     def trim(self, elapsed_seconds: float) -> None:
-        """Lower the high-water mark toward the number of used bytes, and drop pooled backings that exceed the mark."""
+        """Lower the high-water mark toward the number of used bytes, and drop pooled backings that exceed it."""
         kept = (self._high_water_bytes - self.used_bytes) * 0.5 ** (elapsed_seconds / _HALF_LIFE_SECONDS)
         self._high_water_bytes = self.used_bytes + int(kept)
         self._shrink()
@@ -425,7 +430,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
 
 
 class ThreadedStore(PooledStore[RemovableT]):
-    """A pooled store that creates backings in threads because creating a backing is slow."""
+    """A pooled store that creates backings in threads, because creating one is slow."""
 
     _executor: ThreadPoolExecutor
 
@@ -453,7 +458,7 @@ class ThreadedStore(PooledStore[RemovableT]):
         await in_thread(self._executor, self._make, capacity, then=lambda made: self.recycle(made, made.capacity))
 
     def _may_help(self, error: OSError) -> bool:
-        """Return whether removing pooled backings may resolve the error."""
+        """Return whether removing pooled backings could resolve the error."""
         return True
 
     async def close(self) -> None:
@@ -466,7 +471,7 @@ def _remove_all(backings: Iterable[Removable]) -> None:
 
 
 class MemoryBlobs(PooledStore[mmap.mmap]):
-    """Blobs in memory. Small blobs are allocated with malloc, and larger blobs are anonymous mappings."""
+    """Blobs in memory. Small blobs are allocated with malloc and larger ones as anonymous mappings."""
 
     async def allocate(self, size: int) -> Blob:
         try:

@@ -1,9 +1,9 @@
-"""Segments, which are reusable files that each contain the bytes of one put.
+"""Stores the bytes of puts in segments: reusable files that each hold one put.
 
 A file is created with its full capacity allocated. If the disk is full, only puts that need a new file fail. Threads
 read and write the files, which are never mapped. If a file is truncated or a page is unreadable, only a single read
-fails. With a mapped file, the process would be killed (SIGBUS). The tables of puts are also kept in memory. File names
-are numbers assigned by this service, never text chosen by a client.
+fails. If the file were mapped, the process would be killed (SIGBUS). The tables of puts are also kept in memory. File
+names are numbers assigned by this service, never text chosen by a client.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Segment:
     """A segment file.
 
     Attributes:
-        number: number in the file name.
+        number: number of the segment, as in its file name.
         capacity: size of the file in bytes.
         is_new: whether the file's directory entry might not have been synced yet.
         is_kept: whether a recording has linked the file under another name, so its bytes must never change.
@@ -126,7 +126,7 @@ class SegmentBlob(Blob):
         return self._digest.intdigest()
 
     def view(self) -> memoryview:
-        raise TypeError("a blob in a segment has no local view")
+        raise TypeError("a blob in a segment file cannot be viewed in memory; call read_into")
 
     def keep_file(self) -> Path:
         self.backing.is_kept = True
@@ -170,7 +170,7 @@ class SegmentBlob(Blob):
                 yield at, part
 
     def refusal(self, error: OSError) -> TqError:
-        """Return the error for a put that cannot be written. Unless the error is temporary, the file is not reused."""
+        """Return the error for a put that cannot be written. After a permanent error, the file is not reused."""
         self.is_damaged |= not is_temporary(error)
         return _refusal(self.size, error)
 
@@ -221,7 +221,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
         return not is_temporary(error)
 
     def _make(self, capacity: int) -> Segment:
-        """Create a file of `capacity` bytes. Safe to call in any thread.
+        """Create a file of `capacity` bytes. Safe to call from any thread.
 
         Raises:
             OSError: the disk is full.
@@ -272,12 +272,15 @@ class SegmentBlobs(ThreadedStore[Segment]):
     # Durability
 
     async def flush(self, blob: Blob) -> None:
-        """If `sync` is set, wait until a blob is on disk. The sync continues even if the caller is cancelled."""
+        """Wait until a blob is on disk, or return immediately if `sync` is not set.
+
+        The sync continues even if the caller is cancelled.
+        """
         if isinstance(blob, SegmentBlob) and self._sync:
             await in_thread(self._executor, blob.backing.sync, pinned=[blob])
 
     async def copy(self, target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -> None:
-        """Write `head` to `target`, followed by byte ranges of the `source` blob.
+        """Write `head` and then the byte ranges `spans` of the `source` blob to `target`.
 
         Raises:
             OSError: the bytes cannot be read or written.
@@ -328,7 +331,8 @@ class SegmentBlobs(ThreadedStore[Segment]):
         """Recover the blobs of an earlier process, and pool unlisted files for reuse.
 
         Args:
-            blobs: number and size of each blob. If several blobs have the same number, the first blob gets the file.
+            blobs: file number and size of each blob. If several blobs share a number, the file goes to the first of
+                them.
 
         Returns:
             The blobs in order, with None for each missing blob.

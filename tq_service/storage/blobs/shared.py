@@ -1,7 +1,7 @@
-"""Blobs in memory that clients on this host map: regions created by the service, and memfds sealed by clients.
+"""Blobs in memory mapped by clients on this host: regions created by the service, and memfds sealed by clients.
 
-Reusing a region is fast because its pages already exist, as do the page tables of the processes that map it. A region
-is reused only when no process can still read or write its bytes. Leases held by sessions determine when a region can be
+Reusing a region is fast because its pages, and the page tables of the processes that map it, already exist. A region is
+reused only when no process can still read or write its bytes. Leases held by sessions determine when a region can be
 reused:
 
     blob allocated -> region in use -> blob freed, no lease left ---------------------------------> pooled -> used again
@@ -77,7 +77,7 @@ class SharedStore(BlobStore):
 
 
 class Region(SharedMemory):
-    """A memfd created by this service. Clients that run as the same user write to the memfd.
+    """A memfd created by this service. Clients that run as the same user as the service write to it.
 
     Args:
         number: identifier of the region. This process never reuses an identifier.
@@ -86,10 +86,10 @@ class Region(SharedMemory):
 
     Attributes:
         capacity: size in bytes.
-        lease_count: number of leases held by sessions.
-        is_fit: whether the region may be reused. The value becomes False when a session ends without releasing its
+        lease_count: number of leases on the region that sessions hold.
+        is_fit: whether the region is safe to reuse. This is set to False when a session ends without releasing its
             lease.
-        pooled_at: time at which the region was last pooled, in seconds on the store's clock.
+        pooled_at: time at which the region was last returned to the pool, in seconds on the store's clock.
 
     Raises:
         OSError: the system lacks memory for the region.
@@ -109,7 +109,7 @@ class Region(SharedMemory):
         self._sessions: WeakSet[Session] = WeakSet()
 
     def note_dropped(self) -> None:
-        """Tell all sessions that may have mapped the region that the region will not be used again."""
+        """Report the region as dropped to all sessions that may have mapped it. A dropped region is not used again."""
         for session in self._sessions:
             session.note_dropped(self.number)
 
@@ -119,7 +119,7 @@ class Region(SharedMemory):
         self._sessions.add(session)
 
     def end_lease(self, *, is_released: bool) -> None:
-        """End a lease. If the client did not release the lease, the region is not reused."""
+        """End a lease. The region can be reused only if the client released the lease."""
         self.lease_count -= 1
         self.is_fit &= is_released
         if not self.lease_count:
@@ -133,11 +133,11 @@ class Region(SharedMemory):
 
 
 class RegionBlobs(ThreadedStore[Region], SharedStore):
-    """A store of blobs in regions.
+    """A blob store that keeps each blob in a region.
 
     If a blob is freed while its region is leased, the region counts as used until its leases have ended. If the used
-    bytes exceed `max_bytes` before then, leased regions of freed blobs are abandoned in the order in which the blobs
-    were freed. The memory of an abandoned region no longer counts as used.
+    bytes exceed `max_bytes` before then, the store abandons leased regions of freed blobs, starting with the blob that
+    was freed first. The memory of an abandoned region no longer counts as used.
 
     Args:
         max_bytes: number of used bytes above which regions are abandoned, or None for no limit.
@@ -206,7 +206,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         super().recycle(backing, capacity)
 
     def trim(self, elapsed_seconds: float) -> None:
-        """Drop regions that have not been needed for several minutes, and lower the high-water mark accordingly."""
+        """Drop regions that have been unused for several minutes, and lower the high-water mark accordingly."""
         self._seconds += elapsed_seconds
         for capacity, pooled in list(self._pool.items()):
             due = sum(each.pooled_at <= self._seconds - _KEPT_SECONDS for each in pooled)  # oldest regions first
@@ -239,7 +239,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
 
 
 class MemfdBlob(SharedBlob):
-    """Memory sealed by a client. `allocate` reserves its address range, and `map_fd` maps the memfd into this range."""
+    """Memory sealed by a client. `allocate` reserves an address range, and `map_fd` maps the memfd into this range."""
 
     __slots__ = ()
 
@@ -263,7 +263,7 @@ class MemfdBlob(SharedBlob):
 
 
 class MemfdBlobs(SharedStore):
-    """A store of blobs in memory that is created and sealed by clients running as other users."""
+    """A store of blobs in sealed memory, which is created and sealed by clients that run as other users."""
 
     async def allocate(self, size: int) -> MemfdBlob:
         try:

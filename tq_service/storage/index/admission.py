@@ -32,7 +32,7 @@ class Admission:
         reserve_share: share of the quota that is reserved for columns of existing rows.
         clock: time source for deadlines.
         on_shortage: function called when the first waiting put does not fit. The callback may `release` bytes.
-        memory_bytes: maximum number of used bytes that may be in memory. None allows the full quota.
+        memory_bytes: maximum number of used bytes that may be in memory. If None, the entire quota may be in memory.
 
     Attributes:
         spilled_bytes: number of bytes that count toward the quota but are stored only in a mirror.
@@ -106,7 +106,7 @@ class Admission:
         waiter.granted.result()
 
     def drain(self) -> None:
-        """End all waits with an error and reject new waits because the service is about to stop."""
+        """Fail all current waits and reject new ones because the service is about to stop."""
         self._is_draining = True
         self._end_waits()
 
@@ -130,7 +130,7 @@ class Admission:
         return bool(self._waiting)
 
     def has_memory(self) -> bool:
-        """Return whether the used bytes are below both the quota and the memory limit."""
+        """Return whether total use is below the quota, and use of memory is below the memory limit."""
         limits = ((self.max_bytes, self.used_bytes), (self._memory_bytes, self.used_bytes - self.spilled_bytes))
         return all(limit is None or used < limit for limit, used in limits)
 
@@ -159,7 +159,7 @@ class Admission:
         self._set_timer()
 
     def _admit_fitting(self) -> bool:
-        """Admit waiting puts that fit. Return whether the queue is empty or its first put now fits.
+        """Admit waiting puts that fit. Return False if a put remains at the head of the queue and still does not fit.
 
         Bytes are freed in thousands of small steps, so the queue is examined only if a waiting put may fit.
         """
@@ -191,7 +191,7 @@ class Admission:
         return 0 if waiter.limit is None else self.used_bytes + waiter.size - waiter.limit
 
     def _waiters(self) -> Iterator[_Waiter]:
-        """Yield waiting puts, alternating between tokens, and between the partitions of each token."""
+        """Yield waiting puts, alternating between tokens and, for each token, between its partitions."""
         return _alternating(_alternating(partitions.values()) for partitions in self._waiting.values())
 
     def _leave(self, waiter: _Waiter) -> None:
@@ -207,7 +207,7 @@ class Admission:
             self._first = None
 
     def _set_timer(self) -> None:
-        """Schedule a check of all waiting puts at the end of the current turn."""
+        """Schedule a check of all waiting puts for the end of the current turn."""
         over_at = self._turn.over_at if self._waiting else None
         if self._timer is not None:
             self._timer.cancel()
@@ -245,7 +245,7 @@ class Admission:
             ) from None
 
     def _in_front_of(self, waiter: _Waiter) -> str:
-        """Describe the put that delayed this put, for an error message. Return "" if this put itself lacks capacity."""
+        """Describe the put that delayed this one, for an error message. Return "" if this put itself lacks capacity."""
         holder = self._turn.holder
         if self._lacking(waiter) > 0 or not isinstance(holder, _Waiter) or holder is waiter:
             return ""

@@ -1,6 +1,6 @@
-"""A put, while it is being received and once it is stored: its columns, live cells, and the location of its bytes.
+"""A put that is being received or is stored: its columns, its live cells, and the location of its bytes.
 
-The int64 tables that divide jagged and object columns into rows (offsets and extents) are stored in the index. The
+The index stores the offsets and extents, which are int64 tables that divide jagged and object columns into rows. The
 values are stored separately in a single blob, column by column, as received. A blob that outlives the process begins
 with a copy of the tables, so a recovered put has a single file and a single checksum. `place_columns` lays out values
 in memory that is shared with a client.
@@ -50,7 +50,7 @@ _MARKED_SHARE: Final = 16  # if at least a sixteenth of the rows are selected, m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutCells:
-    """A selection of cells of a single put.
+    """A selection of cells from a single put.
 
     Attributes:
         put_id: id of the put.
@@ -78,7 +78,7 @@ class RowSet:
     """The rows stored for a put's columns. Columns in which the same rows were freed share a row set.
 
     Attributes:
-        rows: indices of the stored rows in ascending order, or None for all rows of the put.
+        rows: indices of the stored rows in ascending order, or None if all rows of the put are stored.
         stored_count: number of stored rows.
         live: mask of shape `(stored_count,)` that selects the live rows, or None if all rows are live.
         live_count: number of live rows.
@@ -123,7 +123,7 @@ class RowSet:
         return np.where(there, at, -1).astype(np.int64, copy=False)
 
     def free(self, rows: Rows) -> Rows:
-        """Mark rows as dead, ignoring missing rows, and return the positions of newly marked rows."""
+        """Mark rows as dead, and return the positions of newly marked rows. Missing rows are ignored."""
         at = rows
         if self.rows is not None:
             at = np.minimum(np.searchsorted(self.rows, rows), self.stored_count - 1)
@@ -154,7 +154,7 @@ def _ascending(positions: NDArray[np.intp], bound: int) -> NDArray[np.intp]:
 
 
 class StoredColumn:
-    """A stored column. `table_at` and `values_at` are the positions of its table and values in the put."""
+    """A stored column, whose table and values begin at `table_at` and `values_at` in the put."""
 
     __slots__ = ("row_set", "spec", "table_at", "value_bytes", "values_at")
 
@@ -193,18 +193,18 @@ class StoredColumn:
 
 
 def table_bytes(spec: FieldSpec) -> int:
-    """Return the number of table bytes per row of a field."""
+    """Return the number of bytes that each row of a field occupies in the table."""
     return 0 if fixed_row_bytes(spec) is not None else 8 * (extent_count(spec) + 1)
 
 
 class StoredPut:
-    """The stored cells of a single put, as concatenated tables and concatenated values of its columns.
+    """The stored cells of a single put, as the concatenated tables and concatenated values of the put's columns.
 
     Attributes:
         values: blob that contains the values, set when the put is placed.
         tables_bytes: size of the tables in bytes.
-        columns: columns by name, with None as the value of a freed column. Similar puts without freed cells share this
-            dict.
+        columns: columns by name. The value of a freed column is None. Similar puts share one dict, but a put with freed
+            cells has its own.
         row_count: original number of rows.
         partition_id: partition of the put.
         live_bytes: size of the live cells in bytes, including their share of the tables.
@@ -258,10 +258,10 @@ class StoredPut:
         return self.charge_in(store) - (0 if store.is_durable else self.tables_bytes)
 
     def place(self, values: Blob, *, is_recovered: bool = False) -> None:
-        """Place the put in a blob of size `blob_bytes`, whose `charge` must equal the put's charge.
+        """Place the put in a blob of size `blob_bytes`. The blob's `charge` must equal the put's charge.
 
-        After this call, fill the tables unless the put is recovered. The blob of a recovered put already contains its
-        tables.
+        The caller must then fill the tables, unless the put is recovered. The blob of a recovered put already contains
+        its tables.
         """
         self._own_columns()
         self.values = values
@@ -272,14 +272,14 @@ class StoredPut:
             column.values_at = self.values_at + start
 
     def share_columns(self) -> None:
-        """Share column objects with similar puts because separate objects would need more memory than a small put."""
+        """Share column objects with similar puts, because a small put is smaller than its own objects would be."""
         columns = self.left_columns()
         key = [(each.spec, each.value_bytes, each.table_at, each.values_at) for each in columns]
         self.columns = _shared_columns(self.row_count, *key)
         self._has_shared_columns = True
 
     def take_shared(self, values: Blob) -> None:
-        """Place the put in a blob. The put's columns must already be laid out and shared with other puts."""
+        """Place the put in a blob. Its columns must already have been laid out and shared with other puts."""
         self.values = values
         self.live_bytes = values.charge
         self._has_shared_columns = True
@@ -307,7 +307,7 @@ class StoredPut:
             self._has_shared_columns = False
 
     def fill_tables(self, shapes: Sequence[ColumnShape]) -> None:
-        """Fill the tables of a placed put. Safe to call in any thread.
+        """Fill in the tables of a placed put. Safe to call in any thread.
 
         Raises:
             InvalidArgumentError: a msgpack row is empty.
@@ -334,7 +334,7 @@ class StoredPut:
         return self.tables_bytes if self.values.store.is_durable else 0
 
     def tables(self) -> Tables:
-        """Return the tables that divide the columns into rows.
+        """Return the stored tables, which divide the columns into rows.
 
         Raises:
             UnavailableError: the tables are in a file that has not been read since the service started.
@@ -347,12 +347,12 @@ class StoredPut:
         raise UnavailableError(f"segment {values.number} has not been read since the service started; try again")
 
     def table_views(self) -> list[memoryview]:
-        """Return the tables of the remaining columns, in the order used by copies of the put."""
+        """Return the tables of each remaining column, in the order used by copies of the put."""
         tables = memoryview(self.tables())
         return [tables[column.table_at :][: column.tables_size()] for column in self.left_columns()]
 
     def value_spans(self) -> list[Span]:
-        """Return the value spans of the remaining columns, in the order used by copies of the put."""
+        """Return the value span of each remaining column, in the order used by copies of the put."""
         return [(column.values_at, column.value_bytes) for column in self.left_columns()]
 
     def left_columns(self) -> list[StoredColumn]:
@@ -409,7 +409,7 @@ class StoredPut:
         return any(self.columns.values())
 
     def is_whole(self) -> bool:
-        """Return whether no cells have been freed."""
+        """Return whether all cells of the put still exist."""
         return all(column and column.row_set.live_count == self.row_count for column in self.columns.values())
 
     def dead_bytes(self) -> int:
@@ -438,7 +438,7 @@ class StoredPut:
         return list({id(column.row_set): column.row_set for column in self.left_columns()}.values())
 
     def members(self, row_set: RowSet) -> dict[str, StoredColumn]:
-        """Return the columns that use a row set, by name."""
+        """Return the columns that use a row set, keyed by name."""
         return {name: column for name, column in self.columns.items() if column and column.row_set is row_set}
 
     def _split(self, names: set[str]) -> list[RowSet]:
@@ -481,10 +481,10 @@ _kind: Final = lru_cache(maxsize=256)(PutKind)
 
 @dataclass(slots=True, eq=False)  # a named tuple needs 16 bytes more, and a frozen dataclass is slower to create
 class PackedPut:
-    """A compact form of a small put without freed cells, unpacked on each access. Packing saves 75 % of the memory.
+    """A small put without freed cells, stored compactly and unpacked on each access. Packing saves 75 % of the memory.
 
     Attributes:
-        kind: properties shared with other puts.
+        kind: the put's specs, partition and other properties, which several puts can share.
         content: the size of each column's values (int32), followed by the tables and the values.
     """
 
@@ -502,12 +502,12 @@ class PackedPut:
         return len(self.content) - _SIZE_BYTES * len(self.kind.specs)
 
     def parts(self) -> tuple[bytes, bytes]:
-        """Return the packed sizes of the columns' values, and the bytes of the tables and values."""
+        """Return the two parts of the content: packed value sizes by column, and the bytes of tables and values."""
         start = _SIZE_BYTES * len(self.kind.specs)
         return self.content[:start], self.content[start:]
 
     def unpacked(self, store: BlobStore) -> StoredPut:
-        """Return the put in unpacked form, with a blob that belongs to `store`."""
+        """Return an unpacked version of the put, whose blob belongs to `store`."""
         kind, (sizes, content) = self.kind, self.parts()
         columns = _packed_columns(kind, sizes, is_durable=store.is_durable)
         put = StoredPut(
@@ -533,7 +533,7 @@ def packed_put(
     for_existing_rows: bool,
     owner: bytes,
 ) -> PackedPut:
-    """Create a packed put from the spec and value size of each column, and the concatenated tables and values."""
+    """Create a packed put from each column's spec and value size, and from the concatenated tables and values."""
     specs = tuple(spec for spec, _ in columns)
     kind = _kind(specs, row_count, intern(partition_id), for_existing_rows, _one_of(owner))
     return PackedPut(kind, _sizes(len(columns)).pack(*(size for _, size in columns)) + content)
@@ -551,7 +551,10 @@ def _sizes(count: int) -> struct.Struct:
 
 @lru_cache(maxsize=256)
 def _packed_columns(kind: PutKind, sizes: bytes, *, is_durable: bool) -> dict[str, StoredColumn | None]:
-    """Return the columns shared by packed puts of one kind and size. In a durable store, values follow the tables."""
+    """Return the columns shared by all packed puts that have the given kind and sizes.
+
+    In a durable store, the values follow the tables in the blob.
+    """
     row_set, columns = RowSet(kind.row_count), list[StoredColumn]()
     for spec, value_bytes in zip(kind.specs, unpack_sizes(sizes), strict=True):
         columns.append(StoredColumn(spec, row_set, value_bytes))
@@ -570,7 +573,7 @@ def _one_of(owner: bytes) -> bytes:
 
 @lru_cache(maxsize=256)
 def _shared_columns(row_count: int, *columns: tuple[FieldSpec, int, int, int]) -> dict[str, StoredColumn | None]:
-    """Return the columns of a put, given the spec, value size, table position and value position of each column."""
+    """Create a put's columns from each column's spec, value size, table position and value position."""
     row_set, shared = RowSet(row_count), dict[str, StoredColumn | None]()
     for spec, value_bytes, table_at, values_at in columns:
         shared[spec.name] = column = StoredColumn(spec, row_set, value_bytes)
@@ -589,7 +592,7 @@ class TextCheck:
 
     Attributes:
         next: position in the blob up to which the column has been checked.
-        end: end of the column in the blob.
+        end: position in the blob at which the column ends.
     """
 
     __slots__ = ("_name", "_offsets", "_rest", "_values_at", "end", "next")
@@ -603,7 +606,7 @@ class TextCheck:
         self.end = values_at + int(offsets[-1])
 
     def look_at(self, data: memoryview | bytes, at: int) -> None:
-        """Validate the column's bytes in a part of the blob. The part starts at position `at`.
+        """Validate the part of the column's bytes that `data` contains. `data` starts at position `at` of the blob.
 
         Raises:
             InvalidArgumentError: a row is not valid UTF-8. The error names the first invalid row.
@@ -653,9 +656,9 @@ class PendingPut:
     There are three ways to provide the bytes. `write` appends bytes in order. `map_fd` provides all bytes at once.
     Threads or other processes may also write to the blob directly and then call `end_filling`.
 
-    A put first waits for capacity, is then open, and is finally done. A put can be aborted in any state except done.
-    The call that reserved a put aborts it unless the put is done. A newer stream for the same put aborts the older
-    stream, whose next call raises an error.
+    A put passes through three states: waiting for capacity, open, and done. A put can be aborted in any state except
+    done. The call that reserved a put aborts it unless the put is done. When a newer stream for the same put starts,
+    the older stream is aborted, and its next call raises an error.
 
     Args:
         put_id: id of the put.
@@ -715,7 +718,7 @@ class PendingPut:
 
         Raises:
             InvalidArgumentError: more bytes were sent than declared, or a text row is not valid UTF-8.
-            CallCancelledError: a retry of this put superseded this call.
+            CallCancelledError: a retry of the put superseded this call.
         """
         stored = self.require_open()
         blob, start, end = stored.values, self._filled, self._filled + len(data)
@@ -739,9 +742,9 @@ class PendingPut:
         """Receive all bytes at once as a file descriptor for sealed memory. Take ownership of the descriptor.
 
         Raises:
-            InvalidArgumentError: the descriptor is not sealed memory of the declared size, the put does not use sealed
-                memory, or a text row is not valid UTF-8.
-            CallCancelledError: a retry of this put superseded this call.
+            InvalidArgumentError: the descriptor does not refer to sealed memory of the declared size, the put does not
+                use sealed memory, or a text row is not valid UTF-8.
+            CallCancelledError: a retry of the put superseded this call.
             OSError: the operating system refused to map the memory.
         """
         values = None if self._stored is None else self._stored.values
@@ -749,7 +752,8 @@ class PendingPut:
             close_all([fd])
             self.require_open()
             raise InvalidArgumentError(
-                "sealed memory was sent for a put whose bytes must be sent in another way", field="send_fd"
+                "sealed memory was sent for a put that does not use sealed memory; send the bytes in another way",
+                field="send_fd",
             )
         values.map_fd(fd)
         await self.end_filling()
@@ -760,7 +764,7 @@ class PendingPut:
         Raises:
             InvalidArgumentError: a text row is not valid UTF-8.
             UnavailableError: the written bytes cannot be read.
-            CallCancelledError: a retry of this put superseded this call.
+            CallCancelledError: a retry of the put superseded this call.
         """
         stored = self.require_open()
         if self._text_checks or not stored.values.is_local:
@@ -777,7 +781,7 @@ class PendingPut:
 
         Raises:
             InvalidArgumentError: bytes are missing.
-            CallCancelledError: a retry of this put superseded this call.
+            CallCancelledError: a retry of the put superseded this call.
         """
         stored = self.require_open()
         if self._filled < stored.values.size:
@@ -792,14 +796,14 @@ class PendingPut:
 
         Raises:
             InvalidArgumentError: bytes are missing.
-            CallCancelledError: a retry of this put superseded this call.
+            CallCancelledError: a retry of the put superseded this call.
         """
         stored = self.require_complete()
         self._end()
         self._on_finish(self, stored)
 
     def abort(self) -> None:
-        """Release the put's resources unless the put is done. Idempotent."""
+        """Abort the put and release its resources, unless the put is done. Idempotent."""
         if not self._is_ended:
             stored = self._stored
             self._end()
@@ -818,7 +822,7 @@ class PendingPut:
         """
         if self._stored is None:
             raise CallCancelledError(
-                f"put {self.put_id.hex()} is no longer being received by this call, because a newer attempt took over",
+                f"this call no longer receives put {self.put_id.hex()}, because a newer attempt has taken over",
                 metadata={"put_id": self.put_id.hex()},
             )
         return self._stored

@@ -1,4 +1,4 @@
-"""Complete puts of a storage engine: their commit states, and how their bytes are preserved beyond the process.
+"""Tracks which of a storage engine's complete puts are committed, and how their bytes outlive the process.
 
 Lifecycle of a put in its storage service:
 
@@ -11,11 +11,11 @@ Lifecycle of a put in its storage service:
 
 A controller in another process commits a put when it receives the put's receipt, and confirms the put to the storage
 service shortly afterward. An overdue put may therefore already be committed, so the storage service asks the controller
-before dropping it. Once a controller has answered that it does not know a put, the controller must not commit that put.
-Two timestamps prevent the controller from committing a put after such an answer. A receipt contains the time at which
-it was issued, and the storage service's query contains the time from which receipts are valid. If a client retries a
-put after half of the put's waiting time, the put starts waiting again with a new receipt. `server/puts.py` describes
-the controller's side and explains why no put is lost.
+before dropping it. Once a controller has answered that it does not know a put, it must not commit that put. Two
+timestamps prevent the controller from committing a put after such an answer. A receipt contains its time of issue, and
+the storage service's query contains the earliest time of issue for valid receipts. If a client retries a put once half
+of the put's waiting time has passed, the wait restarts with a new receipt. `server/puts.py` describes the controller's
+side and explains why no put is lost.
 
 If the store outlives the process (`PutJournal`), records are written in this order:
 
@@ -101,7 +101,7 @@ class Overdue(NamedTuple):
 
 
 class RecoveredPut(NamedTuple):
-    """In-memory state of a put that has not been used since it was recovered or spilled.
+    """The state kept in memory for a put that has not been used since it was recovered or spilled.
 
     Attributes:
         values: blob that contains the put.
@@ -120,7 +120,7 @@ class RecoveredPut(NamedTuple):
 
 
 class PutTable(Mapping[bytes, StoredPut]):
-    """A mapping of complete puts by id, which also tracks the puts that are not known to be committed.
+    """Maps ids to complete puts, and tracks which puts are not known to be committed.
 
     Recovered puts are loaded on demand because many are never read. A recovered put can become overdue only after its
     controller has listed its puts, because the controller may be down for a long time. Packed puts are unpacked for
@@ -128,9 +128,9 @@ class PutTable(Mapping[bytes, StoredPut]):
     traversed in slices while puts are added and removed.
 
     Args:
-        ttl_seconds: how long a put waits for confirmation.
+        ttl_seconds: how long a put may remain unconfirmed before it is overdue.
         clock: time source for measuring waits.
-        backing: backing that loads recovered puts on demand.
+        backing: loads recovered puts on demand.
     """
 
     def __init__(self, ttl_seconds: float, clock: Callable[[], float], backing: Backing[Any]) -> None:
@@ -146,7 +146,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._recovered: set[bytes] = set()
 
     def recover(self, puts: Mapping[bytes, RecoveredPut | PackedPut]) -> None:
-        """Add puts from an earlier process."""
+        """Add the puts recovered from an earlier process."""
         for put_id, put in puts.items():
             self._shard(put_id)[put_id] = put
             self._owned[put.owner] += 1
@@ -192,7 +192,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         return self._with_blob(put)
 
     def _with_blob(self, put: AnyPut) -> StoredPut | RecoveredPut:
-        """Return a removed put in a form whose blob can be released."""
+        """Return a removed put with a releasable blob, creating the blob if the put was packed."""
         if not isinstance(put, PackedPut):
             return put
         blob = Blob(self._backing.store, 0)
@@ -213,7 +213,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         return PutState.RECOVERED if put_id in self._recovered else PutState.COMMITTED
 
     def wait(self, put_id: bytes) -> None:
-        """Start (or restart) waiting for the confirmation of a put."""
+        """Start or restart the wait for a put's confirmation."""
         self.confirm(put_id)
         self._waiting[put_id] = self.clock()
 
@@ -225,8 +225,8 @@ class PutTable(Mapping[bytes, StoredPut]):
     def receipt_time(self, put_id: bytes) -> float | None:
         """Return the timestamp for a put's receipt, or None if the put is committed.
 
-        Retrying a put returns the previous receipt. After half of the put's waiting time, a retry restarts the wait and
-        returns a new receipt.
+        A retry of a put returns the previous receipt. Once half of the put's waiting time has passed, a retry instead
+        restarts the wait and returns a new receipt.
         """
         if self.state_of(put_id) is PutState.COMMITTED:
             return None
@@ -236,13 +236,13 @@ class PutTable(Mapping[bytes, StoredPut]):
 
     @property
     def valid_from(self) -> float:
-        """Time from which receipts are valid, which is the start of the oldest wait that is not overdue."""
+        """Start of the oldest wait that is not overdue, or now if there is none. Older receipts are invalid."""
         now = self.clock()
         overdue_until = now - self._ttl_seconds
         return next((since for since in self._waiting.values() if since > overdue_until), now)
 
     def overdue(self, owner: bytes, most: int | None = None) -> Overdue:
-        """Return up to `most` overdue puts of an owner. If `most` is None, return all."""
+        """Return up to `most` overdue puts of an owner, or all of them if `most` is None."""
         valid_from = self.valid_from
         overdue = takewhile(lambda put_id: self._waiting[put_id] < valid_from, self._waiting)
         own = (put_id for put_id in overdue if self.owner_of(put_id) == owner)
@@ -251,8 +251,9 @@ class PutTable(Mapping[bytes, StoredPut]):
     def on_answer(self, asked: Overdue, unknown: Collection[bytes]) -> list[bytes]:
         """Process a controller's response to a query, and return the puts to drop.
 
-        Puts unknown to the controller are dropped. Puts known to the controller start waiting again. A put that
-        received a new receipt after the query was sent is ignored, because it may be committed with that receipt.
+        Puts unknown to the controller are dropped. Puts known to the controller start a new wait for confirmation. Puts
+        that received a new receipt after the query was sent are skipped, because they may be committed with that
+        receipt.
         """
         old = [put_id for put_id in asked.put_ids if self._waiting.get(put_id, math.inf) < asked.valid_from]
         for put_id in old:
@@ -267,10 +268,9 @@ class PutTable(Mapping[bytes, StoredPut]):
         return self._shard(put_id)[put_id].owner
 
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
-        """Return the owners that have been missing from `controllers` for at least a put's waiting time.
+        """Return the owners that have been missing from `controllers` for at least the waiting time of a put.
 
-        An owner that is an earlier run of a listed controller is returned immediately, because that run persisted no
-        state.
+        Earlier runs of listed controllers are returned immediately, because these runs persisted no state.
         """
         now = self.clock()
         names = {controller[:CONTROLLER_NAME_BYTES] for controller in controllers}
@@ -311,7 +311,7 @@ class PutTable(Mapping[bytes, StoredPut]):
 
 
 class Residents:
-    """The puts in memory that may be spilled, least recently used first.
+    """The puts in memory that can be spilled, least recently used first.
 
     complete -> in memory -> spilled (its bytes are only in the mirror) -> fetched when it is read -> in memory
 
@@ -326,12 +326,12 @@ class Residents:
         self._kept_until: dict[bytes, float] = {}  # least recently used first
 
     def add(self, put_id: bytes) -> None:
-        """Add a put that is now in memory. The put may be spilled immediately."""
+        """Add a put that is now in memory. It can be spilled immediately."""
         if self._can_spill:
             self._kept_until[put_id] = 0.0
 
     def use(self, put_ids: Iterable[bytes]) -> None:
-        """Keep puts in memory for ten seconds because they are about to be read. Puts outside memory are ignored."""
+        """Keep puts in memory for ten seconds because they are about to be read. Ignore puts that are not in memory."""
         if self._can_spill:
             for put_id in put_ids:
                 if self._kept_until.pop(put_id, None) is not None:
@@ -342,9 +342,9 @@ class Residents:
         self._kept_until.pop(put_id, None)
 
     def coldest(self) -> list[bytes]:
-        """Return some of the puts that may be spilled, least recently used first.
+        """Return some of the puts that can be spilled, least recently used first.
 
-        If a returned put cannot be spilled, call `put_off`.
+        Call `put_off` for each returned put that cannot be spilled.
         """
         now = self._clock()
         return [put_id for put_id, until in islice(self._kept_until.items(), _LOOKED_AT) if until <= now]
@@ -359,20 +359,20 @@ class Residents:
 
 @dataclass(slots=True, eq=False)
 class Reconciliation:
-    """Progress of the comparison between an engine's puts and a controller's list.
+    """Progress in comparing an engine's puts with a controller's list.
 
     Other calls may confirm and free puts during the comparison.
 
     Attributes:
         owner: controller that lists its puts.
-        staying: puts that were listed, or confirmed during the comparison. All other confirmed puts are dropped at the
-            end.
-        freed: puts freed during the comparison. The list may still contain freed puts, but these puts are not reported
-            as missing. If a new put is stored under the id of a freed put, the list does not refer to the new put.
-        partial: puts for which only some cells were listed.
-        put_id: put whose cells are being listed.
-        parts: cells listed so far for the put `put_id`.
-        missing_put_ids: ids of listed puts that do not exist or are damaged. The number of ids is limited.
+        staying: puts that were listed or were confirmed during the comparison. All other confirmed puts are dropped
+            when the comparison ends.
+        freed: puts freed during the comparison. These puts are not reported as missing, even if the list still contains
+            them. If a new put is stored under the id of a freed put, the list does not refer to the new put.
+        partial: puts for which the list contains only some of the cells.
+        put_id: id of the put whose cells the controller is currently listing.
+        parts: cells of the put `put_id` that have been listed so far.
+        missing_put_ids: ids of listed puts that do not exist or are damaged. Contains only a limited number of ids.
         missing_count: number of listed puts that do not exist or are damaged.
         dropped_count: number of confirmed puts dropped because they were not listed.
     """
@@ -395,7 +395,7 @@ class Reconciliation:
 
 
 def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> list[PutCells]:
-    """Return the cells of a put that are not included in any part."""
+    """Return the cells of a put that `parts` does not include."""
     kept: dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {
         name: np.zeros(put.row_count, np.bool_) for name, column in put.columns.items() if column is not None
     }
@@ -429,7 +429,7 @@ def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_
 
 
 def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLossError:
-    """Return the error for reading damaged puts. `reason` describes the damage to the first put."""
+    """Return the error to raise when damaged puts are read. `reason` describes the damage to the first put."""
     names = ", ".join(put_id.hex() for put_id in put_ids[:_MOST_NAMED])
     more = f" and {len(put_ids) - _MOST_NAMED} more" if len(put_ids) > _MOST_NAMED else ""
     return DataLossError(
@@ -449,15 +449,15 @@ class Backing(Generic[SourceT]):
 
     Attributes:
         store: store for the bytes of all puts except those in shared memory.
-        damaged: ids of puts whose bytes are lost, each mapped to a reason. Puts that have not been verified yet may
-            also be damaged.
+        damaged: reason why the bytes of each damaged put are lost, by put id. Puts that have not been verified yet are
+            not listed, but may also be damaged.
         may_fetch: function that returns whether there is enough memory to fetch puts that no reader has requested.
         fetch_error: reason why the last fetch failed.
-        on_recovered: function called with puts to add to the engine. The puts are from an earlier process or a lost
-            engine.
+        on_recovered: function called with recovered puts, which it adds to the engine. The puts come from an earlier
+            process or a lost engine.
         on_fetched: function called with the record and the bytes of each fetched put. The callback stores the bytes and
             returns the put, or None if all cells of the put were freed.
-        on_looked_at: function called with each recovered put after its verification.
+        on_looked_at: function called with each recovered put after it has been verified.
         kept_puts: function that returns all puts of the engine as stored (unpacked or packed).
         is_volatile: whether puts are lost when the process ends.
     """
@@ -485,7 +485,7 @@ class Backing(Generic[SourceT]):
 
         Args:
             pending: put whose bytes have all been written.
-            deadline: when to stop waiting, on the engine's clock. None means no deadline.
+            deadline: time on the engine's clock at which to stop waiting. None means no deadline.
         """
 
     def record(self, put_id: bytes, put: StoredPut) -> None:
@@ -503,7 +503,7 @@ class Backing(Generic[SourceT]):
         blob.release()
 
     def may_compact(self, put_id: bytes) -> bool:
-        """Return whether a put may currently be moved to a smaller blob."""
+        """Return whether a put can currently be moved to a smaller blob."""
         return put_id not in self.damaged and put_id not in self._unfetched
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
@@ -514,7 +514,7 @@ class Backing(Generic[SourceT]):
         """Load a recovered put.
 
         Raises:
-            UnavailableError: the put must be fetched first.
+            UnavailableError: the put must first be fetched from the mirror.
         """
         raise UnavailableError(f"put {put_id.hex()} is being fetched from the mirror; try again")
 
@@ -531,7 +531,7 @@ class Backing(Generic[SourceT]):
         return False
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """If only a put's id and owner are in memory, return the put's partition. Otherwise, return None."""
+        """Return a put's partition if only the put's id and owner are in memory; otherwise, return None."""
         return None
 
     def stat(self, spilled_bytes: int = 0) -> MirrorStatus | None:
@@ -541,7 +541,7 @@ class Backing(Generic[SourceT]):
     # Unfetched puts
 
     def is_unfetched(self, put_id: bytes) -> bool:
-        """Return whether a put's tables must be loaded by calling `check` before they are used."""
+        """Return whether `check` must be called to load a put's tables before they are used."""
         return put_id in self._unfetched
 
     async def check(self, put_ids: Collection[bytes]) -> None:
@@ -567,7 +567,7 @@ class Backing(Generic[SourceT]):
     async def scrub(self) -> None:
         """Load and verify all recovered puts at a limited rate.
 
-        Puts with cells to free come first and are loaded without pauses.
+        Puts with cells to free are loaded first and without pauses.
         """
         while waiting := self._to_free or self._to_scrub:
             self._has_to_free.clear()
@@ -586,7 +586,7 @@ class Backing(Generic[SourceT]):
         return _LEAST_PAUSE_SECONDS
 
     def fetch_to_free(self, put_id: bytes) -> None:
-        """Schedule an unfetched put to be fetched next in the background because some of its cells must be freed."""
+        """Schedule an unfetched put to be fetched next in the background, so that some of its cells can be freed."""
         self._to_free[put_id] = None
         self._has_to_free.set()
 
@@ -598,7 +598,7 @@ class Backing(Generic[SourceT]):
         return task
 
     async def _fetch(self, put_id: bytes, source: SourceT) -> None:
-        """Fetch the puts of a source. On a temporary failure, keep the puts unfetched and set `fetch_error`."""
+        """Fetch the puts from a source. After a temporary failure, leave the puts unfetched and set `fetch_error`."""
 
     def _forget_unfetched(self, put_id: bytes) -> bool:
         self._to_free.pop(put_id, None)
@@ -611,7 +611,7 @@ class Backing(Generic[SourceT]):
             self.damaged[put_id] = reason
 
     def clear_damage(self, put_id: bytes) -> bool:
-        """Remove a put from the damaged and unfetched puts. Return whether the put was damaged."""
+        """Remove a put from the sets of damaged and unfetched puts. Return whether it was damaged."""
         self._forget_unfetched(put_id)
         return self.damaged.pop(put_id, None) is not None
 
@@ -620,7 +620,7 @@ class Backing(Generic[SourceT]):
 
 
 class ColumnRecord(NamedTuple):
-    """Record of a column: its spec, the total size of its values in bytes, and the index of its row set in the put."""
+    """A column's record: the spec, the total size of the values in bytes, and the index of its row set in the put."""
 
     name: str
     dtype: str
@@ -640,12 +640,12 @@ class PutStored:
         partition_id: partition of the put.
         row_count: original number of rows.
         columns: the remaining columns.
-        row_sets: distinct row sets of the columns, as ascending row indices. None stands for all rows.
+        row_sets: distinct row sets of the columns, as ascending row indices. None means all rows.
         freed_names: names of the freed columns.
         size_bytes: size of the tables and values in bytes.
         segment: number of the file that contains the tables and values, or 0 if they follow the record in the journal.
         checksum: XXH3 checksum of the file's contents.
-        for_existing_rows: whether the put may add columns only to existing samples.
+        for_existing_rows: whether the put may only add columns to existing samples, not create samples.
         owner: controller that owns the put.
     """
 
@@ -674,7 +674,7 @@ _KINDS: Final[dict[str, type[PutRecord]]] = {kind.__name__: kind for kind in (Pu
 _SIZE: Final = struct.Struct("<I")
 
 EncodedPut: TypeAlias = tuple[bytes, bytes | bytearray]
-"""An encoded record, and the values of a small put that follow the record. Both are immutable."""
+"""A put's encoded record, and the values that follow the record if the put is small. Both are immutable."""
 
 
 class PutLog(Protocol):
@@ -682,7 +682,7 @@ class PutLog(Protocol):
 
     @property
     def fatal(self) -> Callable[[str, BaseException], None]:
-        """Function to call with a message and a cause if the log may have diverged from the state in memory."""
+        """Function to call, with a message and a cause, if the log may have diverged from the state in memory."""
         ...
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
@@ -690,7 +690,7 @@ class PutLog(Protocol):
         ...
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when all records appended so far are durable."""
+        """Call `callback` once all records appended so far are durable."""
         ...
 
 
@@ -739,7 +739,7 @@ class PutJournal(Backing[Blob]):
         """Append the record of a completed or moved put to the journal."""
         blob = put.values.copy or put.values
         if blob.store is not self._store:
-            raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
+            raise RuntimeError(f"put {put_id.hex()} was recorded before its bytes were flushed")
         if (packed := put.packed()) is not None:
             self._records[put_id], encoded = packed, encode_packed(put_id, packed)
         else:
@@ -757,7 +757,7 @@ class PutJournal(Backing[Blob]):
         return kept
 
     def unpack(self, put_id: bytes, packed: PackedPut) -> None:
-        """Keep the packed record of an unpacked put, because the record still describes all rows of the put."""
+        """Keep the packed record of a put that was unpacked. The record still describes all rows of the put."""
         self._records[put_id] = packed
 
     # Dropping puts
@@ -770,7 +770,7 @@ class PutJournal(Backing[Blob]):
         self._log.after_durable(blob.release)
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
-        """Append the new record of a compacted and flushed put. Release its old blob when the record is durable."""
+        """Append a new record for a compacted and flushed put. Release the old blob when the record is durable."""
         try:
             self.record(put_id, moved)
         except Exception as error:  # the put has already been moved in memory
@@ -779,7 +779,7 @@ class PutJournal(Backing[Blob]):
         self._log.after_durable(old.release)
 
     def records(self) -> Iterator[bytes]:
-        """Return an iterator over the current record of each put. Any thread may use the iterator."""
+        """Return an iterator over the current records of all puts. Any thread may use the iterator."""
         own = zip(list(self._records), list(self._records.values()), strict=True)
         packed = ((put_id, each) for put_id, each in self.kept_puts() if isinstance(each, PackedPut))
         return (
@@ -883,7 +883,7 @@ def encode_packed(put_id: bytes, put: PackedPut) -> EncodedPut:
 
 @lru_cache(maxsize=256)
 def _around_id(kind: PutKind, sizes: bytes, size_bytes: int) -> tuple[bytes, bytes]:
-    """Return a record's bytes before and after the put id, which are identical for puts of equal kind and sizes."""
+    """Return a record's bytes before and after the put id. Puts of equal kind and sizes share these bytes."""
     columns = zip(kind.specs, unpack_sizes(sizes), strict=True)
     record = PutStored(
         put_id=_ANY_ID,
@@ -900,7 +900,7 @@ def _around_id(kind: PutKind, sizes: bytes, size_bytes: int) -> tuple[bytes, byt
 
 
 def _packed(record: PutStored, values: bytes | bytearray) -> PackedPut | None:
-    """Return the packed form of a put, or None if its record lacks some of the original rows or the values."""
+    """Return the packed form of a put, or None if its record lacks the values or some of the original rows."""
     if record.segment or record.freed_names or any(rows is not None for rows in record.row_sets):
         return None
     return packed_put(
@@ -925,7 +925,7 @@ def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
 
 
 def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedPut]]:
-    """Apply all records, and return the remaining puts in order of their last record."""
+    """Apply all records, and return the remaining puts in the order of each put's last record."""
     left: dict[bytes, tuple[PutStored, EncodedPut]] = {}
     for data in records:
         record, encoded = decode_put(data)

@@ -1,14 +1,13 @@
-"""Reads cells in the requested order, by copying or through shared memory, and compacts puts.
+"""Reads cells in the requested order, either by copying them or through shared memory, and compacts puts.
 
     runs of rows -> spans of blobs, with a header for each column -> views of local blobs, bytes copied by threads, or
     slices of shared memory that a client on the same host maps
 
-A read may cover thousands of single-row puts. The work per put is therefore limited to collecting a few attributes in a
-list. The small tables of all puts whose columns have the same spec are then joined, and these puts are processed
-together.
+A read may cover thousands of single-row puts. For each put, the code therefore only collects a few attributes in a
+list. Puts whose columns have the same spec are then processed together, by joining their small tables.
 
-Compaction plans the move, allocates a blob, copies the live cells, and replaces the old put. Cells freed during the
-copy are then freed in the new put.
+Compaction plans the move, allocates a blob, copies the live cells, and replaces the old put. Cells that were freed
+during the copy are afterward freed in the new put as well.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ _LEAST_MEAN_SLICE_BYTES: Final = 4 << 10
 _MOST_NAMED: Final = 5
 
 Runs: TypeAlias = Rows | slice
-"""A selection of runs: either an array of their positions or a slice that selects all of them."""
+"""A selection of runs: an array of their positions, or a slice that selects all runs."""
 
 Octets: TypeAlias = NDArray[np.uint8]
 Unreadable: TypeAlias = Callable[[bytes, Blob, OSError], TqError]
-"""Function that records that a put's blob cannot be read, and returns the error for the reader."""
+"""A function that records a put's blob as unreadable and returns the error for the reader."""
 
 _ALL: Final = slice(None)
 
@@ -95,7 +94,7 @@ async def open_reading_in_thread(
 ) -> Reading:
     """Like `open_reading`, but finds the cells in a thread to avoid blocking the event loop.
 
-    Cells that are freed during this call are still read.
+    If cells are freed during this call, they are still read.
     """
     loop = asyncio.get_running_loop()
     row_count, owned = await loop.run_in_executor(_THREADS, _owned, runs, len(put_ids))
@@ -112,7 +111,7 @@ async def open_reading_in_thread(
 
 
 def is_light_read(runs: Sequence[CellRuns], slices: Sequence[RowSlice] = ()) -> bool:
-    """Return whether a read covers so few cells that they can be found on the event loop."""
+    """Return whether a read covers few enough cells to find them on the event loop."""
     if any(part.HasField("second") for part in slices):
         return False  # such a slice creates a separate piece for each token
     range_count = sum(max(len(part.starts), len(part.chunks)) for part in slices)
@@ -181,7 +180,9 @@ def _check_runs(runs: Sequence[CellRuns], put_count: int) -> int:
     """Validate the runs, and return the number of requested rows."""
     names = [name for fields in runs for name in fields.field_names]
     if not names or len(set(names)) != len(names):
-        raise InvalidArgumentError(f"runs name fields {names}; expected at least one, without duplicates", field="runs")
+        raise InvalidArgumentError(
+            f"runs list the fields {names}; expected at least one field and no duplicates", field="runs"
+        )
     row_counts = {fields.field_names: _count_rows(fields, put_count) for fields in runs}
     if len(set(row_counts.values())) > 1:
         got = "; ".join(f"{', '.join(names)}: {count}" for names, count in row_counts.items())
@@ -196,7 +197,8 @@ def _count_rows(fields: CellRuns, put_count: int) -> int:
     what = f"runs of {', '.join(fields.field_names)}"
     if not len(puts) == len(firsts) == len(counts):
         raise InvalidArgumentError(
-            f"{what} have {len(puts)} puts, {len(firsts)} first rows and {len(counts)} counts; set one of each per run",
+            f"{what} have {len(puts)} puts, {len(firsts)} first rows and {len(counts)} counts; expected one of each "
+            "per run",
             field="runs",
         )
     if not len(puts):
@@ -224,7 +226,7 @@ def _count_cells(fields: CellRuns, what: str) -> int:
 
 
 def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
-    """Return the distinct puts of the runs and, for each run, the index of its put in the returned list."""
+    """Return the distinct puts of the runs, and each run's index into the list of these puts."""
     if (put_indexes == put_indexes[0]).all():
         return [int(put_indexes[0])], np.zeros(len(put_indexes), np.int64)
     used, owners = np.unique(put_indexes, return_inverse=True)
@@ -258,7 +260,7 @@ class Reading(AbstractContextManager["Reading"]):
             blob.pin()
 
     async def parts(self, without: Collection[int] = ()) -> AsyncIterator[Iterable[memoryview]]:
-        """Yield the bytes of all columns except `without`, in order. Each part is valid until the next iteration.
+        """Yield, in order, the bytes of all columns except `without`. Each part is valid only until the next iteration.
 
         If all blobs are in memory and there are few slices, a single part is yielded without waiting. Otherwise,
         threads read the parts.
@@ -285,17 +287,17 @@ class Reading(AbstractContextManager["Reading"]):
             yield part
 
     def chunks(self, without: Collection[int] = ()) -> Iterator[memoryview]:
-        """Yield the bytes of all columns except `without`, valid until `close`. Blocks if any blobs are in files."""
+        """Yield the bytes of all columns not in `without`, valid until `close`. Blocks if any blobs are in files."""
         for index, span in enumerate(self._spans):
             if index not in without:
                 yield from self._column_chunks(span)
 
     def value_bytes(self, without: Collection[int] = ()) -> int:
-        """Return the total size in bytes of all columns except `without`."""
+        """Return the total size in bytes of all columns not in `without`."""
         return sum(column.value_bytes for index, column in enumerate(self.headers) if index not in without)
 
     async def gather_list(self, without: Collection[int] = ()) -> GatherList:
-        """Return the slices of all columns except `without`. Threads may use the slices until `close`."""
+        """Return the slices of all columns not in `without`. Threads may use the slices until `close`."""
         spans = [span for index, span in enumerate(self._spans) if index not in without]
         if sum(len(span.sizes) for span in spans) <= MOST_FRAME_PARTS:
             return GatherList(self._blobs, spans)
@@ -311,10 +313,11 @@ class Reading(AbstractContextManager["Reading"]):
         """Return the columns that are entirely in shared memory and whose slices are large enough to be worth mapping.
 
         Args:
-            with_regions: whether to include columns in regions. If false, only columns in sealed memory are included.
+            with_regions: whether to include columns stored in regions. If false, only columns in sealed memory are
+                included.
 
         Returns:
-            The memory of the columns, pinned until `close`, and the positions of the columns in that memory.
+            The memory that contains the columns, pinned until `close`, and each column's position in this memory.
         """
         memories: dict[SharedMemory, int] = {}  # index of each memory in the result
         columns = []
@@ -392,7 +395,7 @@ class GatherList:
             self._addresses = _integers(bases)[owners] + self._starts
 
     def _clip(self, values: Rows, start: int, end: int) -> tuple[Rows, Rows]:
-        """Return the starts (or addresses) and sizes of the slices in a range, clipped to the range."""
+        """Clip the slices to a range, and return the starts (or addresses) and sizes of the slices that remain."""
         first, last = self._between(start, end)
         values, sizes = values[first:last].copy(), self._sizes[first:last].copy()
         skipped = start - (int(self._ends[first]) - int(sizes[0]))
@@ -450,7 +453,7 @@ def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, 
 
 
 def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows, Rows]:
-    """Merge adjacent slices. Return the put, start and size of each resulting slice."""
+    """Merge adjacent slices. Return the puts, starts and sizes of the resulting slices."""
     if not sizes.all():
         full = sizes > 0
         puts, starts, sizes = puts[full], starts[full], sizes[full]
@@ -469,7 +472,7 @@ class Spans:
 
     Each slice is defined by a put and by a start and size in the put's blob.
 
-    The size of each slice, and the distances between starts within a put, are multiples of `unit` bytes.
+    Slice sizes, and the distances between starts within the same put, are multiples of `unit` bytes.
     """
 
     column: ColumnShape
@@ -514,7 +517,7 @@ class SpanFinder:
         """Return the spans and the header of a field, either for full rows or for the requested parts of rows.
 
         Raises:
-            FieldNotFoundError: a put has never had the requested field.
+            FieldNotFoundError: one of the puts never contained the requested field.
             PutNotFoundError: a cell was freed.
             FieldMismatchError: the field's specs in different puts are incompatible.
             InvalidArgumentError: the field's rows cannot be sliced as requested.
@@ -556,7 +559,7 @@ class SpanFinder:
         return Spans(pieces.column, *found, pieces.unit)
 
     def _find_rows(self, name: str, row_sets: list[RowSet]) -> Rows:
-        """Return the position of each run among the stored rows. Results are cached by row set."""
+        """Return the position of each run among the stored rows. Results are cached for each list of row sets."""
         for known, found in self._positions:
             if known == row_sets:
                 return found
@@ -590,7 +593,7 @@ class SpanFinder:
     def _cut(
         self, columns: Sequence[StoredColumn], numbers: Sequence[int], some: Runs, positions: Rows
     ) -> tuple[Rows, Rows, Extents]:
-        """Return the start of each run in the column's values, the size of each run, and the extents of all rows."""
+        """Return each run's start in the column's values, each run's size, and the extents of all rows."""
         tables = [columns[number].table(self._puts[number].tables()) for number in numbers]
         stored = [columns[number].row_set.stored_count for number in numbers]
         width = extent_count(columns[numbers[0]].spec)
@@ -612,7 +615,7 @@ class SpanFinder:
         return begins, sizes, joined[expand_runs(extents_at, counts * width)].reshape(-1, width)
 
     def _of_runs(self, values: list[int]) -> Rows | int:
-        """Return the value that belongs to each run's put, or a single value if there is only one put."""
+        """Return, for each run, the value of the run's put, or a single value if there is only one put."""
         return values[0] if len(values) == 1 else _integers(values)[self._owners]
 
     def _runs_of(self, numbers: Sequence[int]) -> Rows:
@@ -623,14 +626,14 @@ class SpanFinder:
 
     @cached_property
     def _by_put(self) -> tuple[Rows, list[int]]:
-        """Positions of all runs ordered by put, and the bounds of each put's runs in this order."""
+        """Positions of all runs, ordered by put, and the boundaries between different puts' runs in this order."""
         order = np.argsort(self._owners, kind="stable")
         bounds = np.searchsorted(self._owners[order], np.arange(len(self._puts) + 1))
         return order, bounds.tolist()
 
 
 def _alike(columns: Sequence[StoredColumn]) -> list[list[int]]:
-    """Group put numbers by column spec, with a separate group for each column that has a large table."""
+    """Group put numbers by column spec. A column with a large table gets a group of its own."""
     groups: dict[tuple[int, int], list[int]] = {}
     for number, column in enumerate(columns):
         is_large = column.row_set.stored_count > _SMALL_TABLE_ROWS and fixed_row_bytes(column.spec) is None
@@ -655,7 +658,7 @@ class UnreadableError(Exception):
 
 
 def _unit_of(spec: FieldSpec) -> int:
-    """Return a number of bytes that evenly divides the size and the start of every row in a field."""
+    """Return a number of bytes that evenly divides both the size and the start offset of every row in a field."""
     row_bytes = fixed_row_bytes(spec)
     return row_bytes if row_bytes and row_bytes <= _SMALL_BYTES else spec.itemsize
 
@@ -670,13 +673,13 @@ def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[
     """Split slices into blocks, each gathered in a single step. Large slices are split at unit boundaries.
 
     Args:
-        puts: put of each slice.
+        puts: for each slice, the put that contains it.
         starts: start of each slice in its put's blob.
         sizes: size of each slice in bytes.
-        unit: number of bytes that divides each size (see `gather`).
+        unit: common divisor of the sizes, in bytes (see `gather`).
 
     Yields:
-        The puts, starts and sizes of the slices in each block.
+        For each block, the puts, starts and sizes of its slices.
     """
     most_bytes = max((_BLOCK_BYTES if _are_scattered(sizes, unit) else _PIECE_BYTES) // unit, 1) * unit
     counts = -(-sizes // most_bytes)
@@ -693,14 +696,14 @@ def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[
 
 
 def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1) -> None:
-    """Copy slices of a blob into `target` one after another. Safe to call in any thread while the blob is pinned.
+    """Copy slices of a blob to consecutive positions in `target`. Safe to call in any thread while the blob is pinned.
 
     Args:
         blob: the blob to read.
         starts: start of each slice. The distances between starts are multiples of `unit`.
         sizes: size of each slice in bytes, a multiple of `unit`.
         target: memory whose size equals the total size of the slices.
-        unit: number of bytes that divides the size of each slice.
+        unit: common divisor of the slice sizes, in bytes.
 
     Raises:
         UnreadableError: the bytes cannot be read.
@@ -748,7 +751,7 @@ class Move:
 
     Args:
         put_id: id of the put.
-        put: current state of the put, whose blob must stay pinned until the end of the move.
+        put: current state of the put. Its blob must stay pinned until the move ends.
 
     Attributes:
         put_id: id of the put.
@@ -764,7 +767,7 @@ class Move:
         self.is_given_up = False
 
     def plan(self) -> StoredPut:
-        """Find the live cells, and return a put that contains only these cells. The new put is not yet in a blob."""
+        """Return a put that contains only the live cells. The new put is not stored in a blob yet."""
         put = self._put
         columns: dict[str, StoredColumn | None] = dict.fromkeys(put.columns)
         for row_set in put.row_sets():
@@ -780,7 +783,7 @@ class Move:
         )
 
     def copy(self, smaller: StoredPut) -> None:
-        """Copy tables and values. Stop early if the move has been given up.
+        """Copy tables and values. Stop early if the move has been abandoned.
 
         Args:
             smaller: the put returned by `plan`, now placed in a blob.

@@ -55,11 +55,11 @@ async def find_left(
         objects: the object store to search.
         names: generator of the instance's object names.
         copies: number of copies that each object should have. Objects with fewer copies are marked for mirroring again.
-        clock: function that returns the time in seconds since the epoch. The clock must match the clocks of the storage
-            services.
+        clock: function that returns the time in seconds since the epoch. This clock must agree with the clocks of the
+            storage services.
 
     Raises:
-        NotFoundError: the instance wrote no list, or its last list is older than 6 hours.
+        NotFoundError: the instance wrote no list of its puts, or its last list is older than 6 hours.
         UnavailableError: the object store did not respond.
         DataLossError: a list is damaged.
     """
@@ -84,7 +84,7 @@ async def find_left(
 
 
 class _Search:
-    """A search for the objects of an instance in an object store.
+    """A search of an object store for the objects of an instance.
 
     If the object store can list names, the search lists them once. A single listing is much cheaper than looking up
     many names.
@@ -96,7 +96,7 @@ class _Search:
         self._listed: set[str] | None = None
 
     async def copies(self, names: Sequence[str], *, counted: bool = False) -> list[int]:
-        """Return the number of copies of each object, or 0 if it is missing. If `counted`, always query the store."""
+        """Return each object's number of copies, or 0 for a missing object. With `counted`, always query the store."""
         if counted or not self._objects.abilities.lists_names:
             starts = range(0, len(names), _NAMES_A_CALL)
             calls = [self._objects.copies(names[start : start + _NAMES_A_CALL]) for start in starts]
@@ -107,7 +107,7 @@ class _Search:
         return [int(name in self._listed) * (self._objects.abilities.fixed_copies or 1) for name in names]
 
     async def of_generation(self, generation: int, now: int) -> list[PutObject] | None:
-        """Return the objects of a generation, based on its last list. Return None if there is no list."""
+        """Return a generation's objects, as recorded in its last list. Return None if there is no list."""
         for _ in range(_TRIES):
             second = await self._last_list(generation, now)
             if second is None:
@@ -124,12 +124,12 @@ class _Search:
             described = await _at_a_time([self._describe(PutObject(generation, number, b"", "")) for number in there])
             return [*listed, *(each for each in described if each is not None)]
         raise UnavailableError(
-            f"the lists of storage service {self._names.storage_id!r} in the mirror were replaced before they could be "
-            "read; try again"
+            f"the lists that storage service {self._names.storage_id!r} wrote to the mirror were replaced before they "
+            "could be read; try again"
         )
 
     async def _last_list(self, generation: int, now: int) -> int | None:
-        """Return the time of a generation's last list in seconds since the epoch, or None if no list exists."""
+        """Return the time of a generation's last list, in seconds since the epoch, or None if no list exists."""
         searched = range(now + _SECONDS_AHEAD, now - _SECONDS_BACK, -1)
         for at in range(0, len(searched), _NAMES_A_CALL):
             seconds = searched[at : at + _NAMES_A_CALL]
@@ -152,7 +152,7 @@ class _Search:
         return data
 
     async def _describe(self, stored: PutObject) -> PutObject | None:
-        """Add data from an object's records to `stored`, and return `stored`. Return None if the object is missing."""
+        """Fill in `stored` from its object's records. Return `stored`, or None if the object is missing."""
         name, heads = self._names.pieces(stored)[0], unpack_heads(b"")
         try:
             while isinstance(heads, int):
@@ -168,10 +168,10 @@ class _Search:
         return stored
 
     async def complete(self, found: Sequence[PutObject], copies: int) -> list[PutObject]:
-        """Return the existing objects, and mark objects that must be mirrored again.
+        """Return the objects that exist, and mark those that must be mirrored again.
 
-        If the caller of `put` determines the number of copies, one copy may be on the calling service's own node. All
-        objects are therefore mirrored again.
+        If the caller of `put` determines the number of copies, one copy may be on the calling service's own node. In
+        this case, all objects are therefore mirrored again.
         """
         are_fixed = self._objects.abilities.fixed_copies is not None
         counts = await self.copies([self._names.pieces(each)[0] for each in found], counted=not are_fixed)

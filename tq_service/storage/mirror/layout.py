@@ -6,19 +6,19 @@
     tq/<storage_id>/<boot>/g1-3/0               puts that this successor has mirrored again
 
 An object name consists of the storage service's name, its instance id (`boot_id` in messages) in hexadecimal, a label,
-and the chunk number. Numbers and seconds are never reused, so a new name never refers to an object left by a killed
-writer.
+and the chunk number. The numbers and seconds in labels are never reused, so a new name never refers to an object left
+behind by a killed writer.
 
-An object contains complete puts with the same owner and partition. The object consists of the number of puts, the sizes
-of each put, all records, and all tables and values, in that order. An object that is too large for the object store is
-split into chunks. The first chunk is written last, so if it exists, all chunks exist.
+An object contains complete puts with the same owner and partition. In order, the object contains the number of puts,
+the sizes of each put, all records, and all tables and values. An object that is too large for the object store is split
+into chunks. The first chunk is written last, so if it exists, all chunks exist.
 
 Objects are found through lists, because few object stores can find names by prefix without scanning all names. Objects
-are numbered. A list describes all existing objects and contains the number of the next object. At most `WINDOW` objects
-are written between two lists, so a list plus a check of the next `WINDOW` names covers all acknowledged objects. Each
-list is named after the second in which it was written, and a search proceeds backward from the current second. Every
-takeover starts a new generation with its own lists. A successor searches all generations, because the writer of an
-earlier generation may have kept writing.
+are numbered. Each list describes all existing objects and states which number the next object will have. At most
+`WINDOW` objects are written between two lists. A list plus a check of the next `WINDOW` names therefore covers all
+acknowledged objects. Each list is named after the second in which it was written, so a search proceeds backward from
+the current second. Each takeover starts a new generation of objects, which has its own lists. A successor searches all
+generations, because the writer of an earlier generation may have kept writing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WINDOW: Final = 8192
 """Maximum number of objects that are written between two lists."""
 
 HEAD_BYTES: Final = 64 << 10
-"""Number of bytes to read from the start of an object. These bytes nearly always include all records."""
+"""Number of bytes to read from the start of an object. They nearly always contain all of the object's records."""
 
 _COUNT: Final = struct.Struct("<I")
 _SIZES: Final = struct.Struct("<IQ")
@@ -60,7 +60,7 @@ class PutObject:
         piece_count: number of chunks.
         is_written: whether the object exists.
         is_short: whether the object has fewer copies than requested.
-        is_to_renew: whether the puts should be mirrored again, in new objects, after they are fetched into memory.
+        is_to_renew: whether to mirror the puts again, in new objects, once they have been fetched into memory.
     """
 
     generation: int
@@ -123,7 +123,7 @@ def pack_puts(puts: Sequence[tuple[bytes, Sequence[Buffer]]]) -> list[Buffer]:
     """Encode puts as an object, and return the object's bytes in parts.
 
     Args:
-        puts: the record of each put, with its tables and values in parts.
+        puts: for each put, a pair of its record and the parts that contain its tables and values.
     """
     sizes = [_SIZES.pack(len(record), sum(map(len, parts))) for record, parts in puts]
     head = b"".join((_COUNT.pack(len(puts)), *sizes, *(record for record, _ in puts)))
@@ -131,10 +131,10 @@ def pack_puts(puts: Sequence[tuple[bytes, Sequence[Buffer]]]) -> list[Buffer]:
 
 
 def unpack_heads(data: Buffer) -> tuple[list[tuple[bytes, int, int]], int] | int:
-    """Decode the start of an object.
+    """Decode the records at the start of an object.
 
-    Return the records with the start and end of each put's bytes, and the size of the object. If `data` does not
-    include all records, return only the number of bytes needed.
+    Return the records, each with the start and end of its put's bytes, and the object's size. If `data` is too short to
+    include all records, return the number of bytes needed instead.
     """
     if len(data) < _COUNT.size:
         return _COUNT.size
@@ -179,7 +179,7 @@ def pack_list(next_number: int, objects: Iterable[PutObject]) -> bytes:
     """Encode a list of objects.
 
     Args:
-        next_number: number of the generation's next object, which the list does not cover.
+        next_number: number of the generation's next object, which is not in the list.
         objects: objects that exist or are being written.
     """
     rows = [
@@ -191,15 +191,15 @@ def pack_list(next_number: int, objects: Iterable[PutObject]) -> bytes:
 
 
 def list_bytes(head: Buffer) -> int:
-    """Return the total size in bytes of a list that begins with `head`."""
+    """Return the total size in bytes of a list whose first bytes are `head`."""
     return int(_SIZES.unpack_from(head)[1]) + _SIZES.size
 
 
 def unpack_list(data: Buffer) -> tuple[int, list[PutObject]]:
-    """Decode a list, and return the number of the next object and the listed objects.
+    """Decode a list, and return the number of the next object, followed by the listed objects.
 
     Raises:
-        DataLossError: the data is not a valid list.
+        DataLossError: the data cannot be decoded as a list.
     """
     try:
         next_number, rows = msgpack.unpackb(memoryview(data)[_SIZES.size :], use_list=False)

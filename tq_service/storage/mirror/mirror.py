@@ -3,12 +3,13 @@
     bytes written -> mirrored with the required number of copies -> the put is complete
     put dropped -> its memory is freed immediately, its object is removed soon
 
-Freeing rows and compacting puts affect only memory. An object is removed when the last of its puts is dropped.
-Therefore, a storage service that was wrongly declared dead cannot destroy data that its successor has taken over.
+Freeing rows or compacting puts changes only the service's memory. An object is removed when the last of its puts is
+dropped. Therefore, a storage service that was wrongly declared dead cannot destroy data that its successor has taken
+over.
 
 Puts that were taken over from a lost storage service are unfetched: only their ids, owners and partitions are known.
-Unfetched puts are fetched when they are first read, or in the background. Spilled puts, whose bytes are no longer in
-memory, are fetched when they are read or when some of their cells must be freed.
+Unfetched puts are fetched on first read or in the background, whichever comes first. Spilled puts, whose bytes are no
+longer in memory, are fetched when they are read or when some of their cells must be freed.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ _Kind: TypeAlias = tuple[bytes, str]
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """Mirroring state of a put. The put is first pending, then stored in an object.
+    """Mirroring state of a put. The put starts as pending and is then stored in an object.
 
     Attributes:
         put_id: id of the put.
         stored: object that contains the put, or None if it has not been written.
-        record: record of the put, which is written together with its bytes.
+        record: record of the put, written together with the put's bytes.
         parts: bytes of the put, kept until they are written.
-        blob: blob that contains the put's bytes, pinned until they are written.
+        blob: blob that contains the put's bytes. The blob stays pinned until these bytes are written.
         size: size of the put in bytes.
         is_needed: whether the put still exists and still needs this copy.
-        batch: batch that writes the put, kept until the put is written.
+        batch: batch of puts that includes this put, kept until the put is written.
         replaces: older copy of the put, which is dropped once this copy is written.
     """
 
@@ -71,14 +72,14 @@ class _Copy:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """A batch of puts that are written as a single object.
+    """A batch of puts that is written as a single object.
 
     Attributes:
-        kind: owner and partition of the puts.
+        kind: owner and partition that the puts have in common.
         written: future that completes when the puts are written.
-        copies: mirroring states of the puts.
-        made_count: number of copies made by the last attempt, if fewer than required.
-        task: task that writes the puts, or None if writing has not started.
+        copies: mirroring state of each put in the batch.
+        made_count: number of copies made by the last attempt that did not make enough.
+        task: asyncio task that writes the puts, or None if writing has not started.
     """
 
     kind: _Kind
@@ -93,8 +94,8 @@ class Mirror(Backing[PutObject]):
 
     Args:
         writer: `ObjectWriter` that stores the puts as objects.
-        required: number of copies that must exist before a put is complete. If 0, puts are mirrored after they are
-            complete.
+        required: number of copies that must exist before a put is complete. If 0, a put completes first and is mirrored
+            afterward.
         url: URL of the object store, for display.
         clock: time source for deadlines.
     """
@@ -136,7 +137,10 @@ class Mirror(Backing[PutObject]):
         )
 
     def on_unreachable(self, error: UnavailableError) -> None:
-        """Record that the object store is unreachable. `stat` then reports the outage even before the first write."""
+        """Record that the object store is unreachable.
+
+        `stat` then reports the outage even if nothing has been written yet.
+        """
         self._writer.on_error(error)
 
     async def run(self) -> None:
@@ -169,7 +173,7 @@ class Mirror(Backing[PutObject]):
     # Writing puts
 
     async def flush(self, pending: PendingPut, deadline: float | None) -> None:
-        """Wait until a put has the required number of copies. If no copies are required, only start mirroring.
+        """Wait until a put has the required number of copies. If no copies are required, only start mirroring the put.
 
         Raises:
             QuotaExceededError: the put did not have the required copies by the deadline.
@@ -279,7 +283,7 @@ class Mirror(Backing[PutObject]):
                 copy.replaces = None
 
     def _abandon(self, copy: _Copy) -> None:
-        """Record that a copy is no longer needed. If its batch is being written, the copy is removed afterward."""
+        """Record that a copy is no longer needed. A copy that is being written is removed after the write."""
         if not copy.is_needed:
             return
         copy.is_needed = False
@@ -320,7 +324,7 @@ class Mirror(Backing[PutObject]):
     # Puts outside memory
 
     def spill(self, put_id: bytes) -> bool:
-        """Mark a put as stored only in the mirror. Return False if the mirror lacks requested copies of the put."""
+        """Mark a put as stored only in the mirror. Return False if the mirror does not have all requested copies."""
         copy = self._copies.get(put_id)
         if copy is None or copy.stored is None or copy.blob is not None or put_id in self.damaged:
             return False
@@ -339,10 +343,10 @@ class Mirror(Backing[PutObject]):
         return super()._forget_unfetched(put_id)
 
     def take_over(self, objects: Iterable[PutObject]) -> int:
-        """Take over the puts of a lost engine, and return the number of puts.
+        """Take over the puts of a lost engine, and return how many puts were taken over.
 
-        If several objects contain the same put, the last object is used. The bytes are fetched by the first read of the
-        put or by `scrub`.
+        If several objects contain the same put, the last of them is used. The bytes are fetched by the first read of
+        the put or by `scrub`.
         """
         puts: dict[bytes, RecoveredPut] = {}
         for stored in objects:
@@ -364,12 +368,14 @@ class Mirror(Backing[PutObject]):
         return None if stored is None else stored.partition_id
 
     async def _fetch(self, put_id: bytes, source: PutObject) -> None:
-        """Fetch the unfetched puts of an object. If the object is lost, mark the puts as damaged."""
+        """Fetch the puts of an object that have not been fetched yet, or mark them as damaged if the object is lost."""
         try:
             data = await self._read(source)
             heads = unpack_heads(data)
             if isinstance(heads, int):
-                raise DataLossError(f"object {source.number} has {len(data)} bytes; its records end at byte {heads}")
+                raise DataLossError(
+                    f"object {source.number} has {len(data)} bytes, but its records end at byte {heads}"
+                )
         except DataLossError as error:
             for each in [each for each in source.put_ids if self._unfetched.get(each) is source]:
                 self._forget_unfetched(each)

@@ -25,16 +25,17 @@ _TOKEN_BYTES: Final = 16
 
 
 class ObjectWriter:
-    """Writes a storage service instance's objects and their lists. Each writer is confined to one event loop.
+    """Writes a storage service instance's objects, and lists of them. Each writer is confined to one event loop.
 
     opened (by `run`) -> a first list is written -> objects and more lists are written -> closed
 
     Args:
         objects: the object store, which may be shared with other writers.
-        names: generator of this instance's object names.
+        names: generates the names of this instance's objects.
         copies: number of copies that each object should have on other nodes.
         required: number of copies that each object must have, at least 1.
-        generation: generation of the storage service; see `layout`.
+        generation: generation of the objects to write: 0, or the number of the takeover if this writer has taken over
+            the puts of another storage service; see `layout`.
         may_remove: function that returns whether objects may be removed. The result is False if another storage service
             may have taken over the puts.
 
@@ -117,7 +118,7 @@ class ObjectWriter:
             parts: bytes of the object, which must not change during the call.
 
         Returns:
-            The object and its number of copies. If there are too few copies, the object is discarded and None is
+            The object, and the number of its copies. If there are too few copies, the object is discarded and None is
             returned in its place.
         """
         pieces = cut(parts)
@@ -135,7 +136,7 @@ class ObjectWriter:
         return stored, made
 
     async def _put_all(self, names: Sequence[str], pieces: Sequence[Sequence[Buffer]]) -> int:
-        """Store all chunks, starting with the last chunk. Return the lowest number of copies of any chunk.
+        """Store all chunks, starting with the last chunk. Return the number of copies of the chunk with the fewest.
 
         If the result is less than the required number, the remaining chunks were not stored. A result of 0 indicates
         that the object store failed.
@@ -173,7 +174,7 @@ class ObjectWriter:
         self._remover.remove(self.names.pieces(stored))
 
     def on_error(self, error: TqError) -> None:
-        """Record that the object store refused a write or cannot be reached."""
+        """Record that the object store refused a write or could not be reached."""
         if self.is_reachable is not False:
             _log.warning(LogMessage("the mirror stopped accepting objects; puts are waiting", error=error.message))
         self.is_reachable, self.error = False, error.message

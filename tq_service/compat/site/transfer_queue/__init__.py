@@ -34,7 +34,7 @@ from transfer_queue.session import close, get_client, init
 from transfer_queue.storage import StorageKeyNotFoundError
 
 __version__ = "0.1.11"
-"""Version of the TransferQueue API that this package implements. Callers check that this version is recent enough."""
+"""Version of the TransferQueue API that this package implements. Callers compare it with the version they require."""
 
 __all__ = [
     "AsyncTransferQueueClient",

@@ -53,7 +53,7 @@ async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any)
 
 
 class Awaitables:
-    """A wrapper that makes the calls of a sync client or module awaitable. Awaiting such a call never suspends."""
+    """A wrapper that makes the calls of a sync client or module awaitable. Awaiting them never suspends the caller."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -83,7 +83,7 @@ class Asking:
 
 
 class Calls:
-    """TransferQueue's calls, implemented with a client for the service.
+    """TransferQueue's calls, implemented on top of a client for the service.
 
     Args:
         client: an `AsyncClient`, or a `Client` wrapped in `Awaitables`.
@@ -91,7 +91,8 @@ class Calls:
         run: function that makes a blocking call and returns its result. For async clients, the call runs in a thread.
 
     Attributes:
-        wait_seconds: maximum number of seconds that `get_meta` waits for samples; initially the value in `asking`.
+        wait_seconds: maximum number of seconds that `get_meta` waits for samples. The initial value comes from
+            `asking`.
     """
 
     def __init__(self, client: Any, *, asking: Asking, run: Callable[..., Awaitable[Any]]) -> None:
@@ -115,7 +116,7 @@ class Calls:
 
         Raises:
             RuntimeError: too few samples were ready in time. In polling mode, the batch is empty instead.
-            StorageKeyNotFoundError: a rank requested a batch again after some of its samples were cleared.
+            StorageKeyNotFoundError: a rank requested a batch again after some of the batch's samples were cleared.
         """
         if mode == "insert":
             return of_samples(await self._client.insert(partition_id, batch_size), data_fields)
@@ -145,7 +146,7 @@ class Calls:
         return batch
 
     async def _chosen(self, **wanted: Any) -> BatchMeta:
-        """Wait until a custom sampler chooses samples. Return the batch, or an empty batch after a timeout."""
+        """Call a custom sampler until it chooses samples. Return the batch, or an empty batch after a timeout."""
         sample = self._asking.sample
         if sample is None:
             raise RuntimeError("this process cannot call a custom sampler; set the loader's num_workers to 0")
@@ -198,8 +199,8 @@ class Calls:
             data: the fields, with one row per sample.
             metadata: batch of existing samples. The call also adds the fields to this batch.
             partition_id: partition for new samples, if `metadata` is None.
-            data_parser: function that modifies the columns, passed as a dict, in place. It runs in this process before
-                the put.
+            data_parser: function that receives the columns as a dict and modifies them in place. The function runs in
+                this process before the put.
 
         Raises:
             ValueError: neither `metadata` nor `partition_id` is passed.
@@ -212,7 +213,7 @@ class Calls:
                 )
             return of_samples(await self._put(partition_id, data, return_meta="all"))
         if not metadata:
-            raise ValueError("metadata contains no samples; pass one sample per row of data")
+            raise ValueError("metadata contains no samples; pass metadata with one sample per row of data")
         for positions, samples in self._samples(metadata):
             rows = data if len(positions) == len(metadata) else _taken([data], positions)
             tags = [metadata.custom_meta[position] for position in positions]
@@ -303,7 +304,7 @@ class Calls:
     # Keys
 
     async def kv_retrieve_meta(self, keys: Sequence[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
-        """Return the samples with the given keys, and the fields common to all of them.
+        """Return the metadata of the samples with the given keys, including the fields that all of them have.
 
         Unknown keys are omitted. If `create` is True, samples are created for unknown keys instead.
         """
@@ -375,7 +376,7 @@ class Calls:
         """Write fields to samples identified by key, and merge their tags. Samples are created for unknown keys.
 
         Returns:
-            References to the samples, with their tags and common fields after the put.
+            References to the samples, with the tags and common fields that the samples have after the put.
 
         Raises:
             ValueError: neither `fields` nor `tags` is passed, or the number of rows or tags differs from the number of
@@ -628,7 +629,7 @@ class TransferQueueClient:
     Args:
         address: address of the service.
         asking: options for `get_meta`.
-        **reached: further client options: `namespace`, `timeout`, `token` and `insecure`.
+        **reached: client options `namespace`, `timeout`, `token` and `insecure`.
 
     Attributes:
         client_id: name of this client in logs.
@@ -650,8 +651,7 @@ class TransferQueueClient:
     def polling(self) -> Callable[..., TransferQueueClient]:
         """Return a function that creates clients in polling mode for loader workers.
 
-        The function takes the address of the service. The function can be pickled if the service implements the
-        sampler.
+        The function takes the service's address. The function can be pickled if the service implements the sampler.
         """
         asking = replace(self._options["asking"], polling_mode=True, wait_seconds=0.0)
         if service_samples(asking.sampler):
@@ -668,7 +668,7 @@ class TransferQueueClient:
 
 
 def _add_forms(name: str) -> None:
-    """Add a method of `Calls` to the client, in sync and awaitable form."""
+    """Add a synchronous and an awaitable version of a `Calls` method to the client."""
 
     def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
         return finished(getattr(client.sync_calls, name)(*arguments, **keywords))

@@ -21,7 +21,7 @@ from transfer_queue.sampler import BaseSampler, Config, Indexes, Sampled, claim_
 from transfer_queue.storage import StorageKeyNotFoundError
 
 OWN_CHECKPOINT_DIR: Final = "/"
-"""The `checkpoint_dir` of a service started for a run: the root directory, so that checkpoints can go anywhere."""
+"""The `checkpoint_dir` of a service started for a run: the root directory, so checkpoints can be saved anywhere."""
 
 
 def setting(conf: Any, *names: str, default: Any = None) -> Any:
@@ -33,7 +33,7 @@ def setting(conf: Any, *names: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A set of processes that use the same service from `init()` to `close()`.
+    """A set of processes that use the same service, from the call to `init()` until the call to `close()`.
 
     Attributes:
         conf: configuration used to start the run.
@@ -138,10 +138,10 @@ class TransferQueueController:
         return self._run.filled_conf()
 
     def sample(self, batch_size: int, config: Config, **claim: Any) -> BatchMeta:
-        """Have the sampler choose samples for a batch, claim those to be consumed, and return the batch.
+        """Let the sampler choose a batch, claim the samples that the sampler marks as consumed, and return the batch.
 
         Samplers may be stateful, so only one call runs at a time. Clearing a partition also clears the sampler's cache
-        for it. The cache is also cleared if all the chosen samples have been cleared; otherwise, the sampler would
+        for it. The cache is also cleared once all the chosen samples have been cleared. Otherwise, the sampler would
         choose them again.
 
         Args:

@@ -1,4 +1,4 @@
-"""TransferQueue's checkpoint calls, and its key-value calls in sync and `async_...` form."""
+"""TransferQueue's checkpoint calls, and its key-value calls in both synchronous and `async_...` versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_NAME: Final = 200
 
 
 def _of_client(name: str) -> Callable[..., Any]:
-    """Return a function that calls a method of this process's client. The caller must await `async_...` functions."""
+    """Return a function that calls `name` on this process's client. The caller must await `async_...` functions."""
     method = getattr(TransferQueueClient, name)
 
     @wraps(method)

@@ -123,7 +123,7 @@ class BatchMeta(_Batch):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the batch has samples and all of them have all fields."""
+        """Whether the batch is non-empty and every sample has all fields."""
         return self.size > 0 and bool((self.production_status == 1).all())
 
     @property
@@ -135,11 +135,11 @@ class BatchMeta(_Batch):
         return [SampleView(*known, fields) for known in columns]
 
     def get_dtypes(self, field_name: str) -> list[Any]:
-        """Return the dtype of a field, repeated for each sample. Raise KeyError for an unknown field."""
+        """Return a list that repeats the dtype of a field once per sample. Raise KeyError for an unknown field."""
         return [self._schema(field_name).get("dtype")] * self.size
 
     def get_shapes(self, field_name: str) -> list[Any]:
-        """Return the row shape of a field, repeated for each sample. Raise KeyError for an unknown field."""
+        """Return a list that repeats the row shape of a field once per sample. Raise KeyError for an unknown field."""
         return [self._schema(field_name).get("shape")] * self.size
 
     def _schema(self, field_name: str) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class BatchMeta(_Batch):
         self.custom_meta = [{} for _ in self.global_indexes]
 
     def add_fields(self, tensor_dict: TensorDict, set_all_ready: bool = True) -> BatchMeta:
-        """Add the fields of a TensorDict with one row per sample, in place.
+        """Add the fields of a TensorDict to this object in place. The TensorDict has one row per sample.
 
         Raises:
             ValueError: the number of rows differs from the number of samples.
@@ -227,7 +227,7 @@ class BatchMeta(_Batch):
         return selected
 
     def reorder(self, indices: Sequence[int]) -> None:
-        """Reorder the samples in place. The argument lists the current positions of the samples in the new order."""
+        """Reorder the samples in place. `indices` lists the samples' current positions in the new order."""
         self._reorder(indices)
 
     def copy(self) -> BatchMeta:
@@ -253,7 +253,7 @@ class BatchMeta(_Batch):
         raise TypeError(f"the index has type {type(item).__name__}; expected an integer or a slice")
 
     def chunk_by_partition(self) -> list[BatchMeta]:
-        """Split the batch by partition. The batches are ordered by the first sample of each partition."""
+        """Split the batch by partition. The batches are in the order in which the partitions first occur."""
         return [self._of(positions) for positions in positions_of(self.partition_ids).values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
@@ -368,7 +368,7 @@ class KVBatchMeta(_Batch):
         return replace(self, keys=keys, tags=tags)
 
     def reorder(self, indexes: Sequence[int]) -> None:
-        """Reorder the samples in place. The argument lists the current positions of the samples in the new order."""
+        """Reorder the samples in place. `indexes` lists, in the new order, the current position of each sample."""
         self._reorder(indexes)
 
     def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
@@ -428,7 +428,7 @@ def schema_of(dtype: Any, shape: Any, *, is_nested: bool = False, is_non_tensor:
 
 
 def _common_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the shape that the given shapes share, with -1 for each dimension whose size varies."""
+    """Return the common shape of the given shapes, with -1 for each dimension whose size varies."""
     return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
 
 

@@ -52,7 +52,7 @@ _changing = threading.RLock()
 
 
 def init(conf: Any = None) -> Any:
-    """Start a run, or join an existing run. In a Ray cluster, there is one run per cluster.
+    """Start a run, or join the existing run. A Ray cluster has at most one run.
 
     Args:
         conf: configuration of the run, as a dict or DictConfig (see config.yaml). Ignored if a run already exists.
@@ -90,7 +90,7 @@ def current(*, joins: bool = True) -> Session:
 def close() -> None:
     """Leave the run, or end it if this process started it.
 
-    Ending the run clears its namespace and stops the service if the run started it.
+    Ending the run clears its namespace. If the run started the service, the service is also stopped.
     """
     global _session
     with _changing:

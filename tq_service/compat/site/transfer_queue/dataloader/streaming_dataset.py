@@ -44,12 +44,12 @@ class StreamingDataset(data.StreamingDataset[Any]):
         should_check_consumption_status: whether iteration ends once all samples are consumed. If False, iteration waits
             indefinitely for more samples.
         fetch_batch_fn: function to use instead of `default_fetch_batch_fn`, called with the same keyword arguments.
-        process_batch_fn: function to use instead of `chunk_batch_fn`, called with the batch, its meta, and
+        process_batch_fn: function to use instead of `chunk_batch_fn`, called with the batch, its metadata, and
             `micro_batch_size` as a keyword argument.
 
     Attributes:
         config, batch_size, micro_batch_size, data_fields, task_name, dp_rank, should_check_consumption_status,
-            fetch_batch_fn, process_batch_fn: values of the constructor arguments of the same names.
+            fetch_batch_fn, process_batch_fn: values of the constructor arguments with the same names.
         sampling_config: mapping passed to `fetch_batch_fn`.
 
     Raises:
@@ -106,17 +106,17 @@ class StreamingDataset(data.StreamingDataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """A wrapper that the loader calls to fetch a batch with either the user's function or the default."""
+    """A callable that fetches a batch for the loader, using either the user's function or the default one."""
 
     fetch_batch_fn: Callable[..., Any]
     sampling_config: Mapping[str, Any]
 
     def __call__(self, *, client: TransferQueueClient, batch_index: int, finite: bool, **asked: Any) -> Any:
-        """Return a batch and its meta. The batch is None if no data remains or no batch is ready yet.
+        """Return a batch and its metadata. The batch is None if no data remains or no batch is ready yet.
 
         A finite pass checks for a batch immediately, then after pauses of increasing length. Frequent checks are
-        necessary because other ranks may claim the last samples at any time. A replica still receives its last batch
-        even if it asks late.
+        necessary because other ranks may claim the last samples at any time. A replica that asks late still receives
+        its last batch.
         """
         pause, pauses_until = 0.0, time.monotonic() + TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL
         if not finite:
@@ -148,7 +148,7 @@ def default_fetch_batch_fn(
     sampling_config: Mapping[str, Any],
     batch_index: int,
 ) -> tuple[TensorDict | None, BatchMeta]:
-    """Return the next batch of a rank, with its meta. The batch is None if too few samples are ready."""
+    """Return a rank's next batch with its metadata. The batch is None if too few samples are ready."""
     meta = tq_client.get_meta(
         data_fields=data_fields,
         batch_size=batch_size,
@@ -162,7 +162,7 @@ def default_fetch_batch_fn(
 def chunk_batch_fn(
     td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1
 ) -> list[tuple[TensorDict, BatchMeta]]:
-    """Split a batch into micro-batches, each with its meta.
+    """Split a batch into micro-batches, each with its metadata.
 
     Each micro-batch has `micro_batch_size` rows; the last may have fewer.
 

@@ -1,4 +1,4 @@
-"""TransferQueue's samplers. The service implements the built-in samplers. Custom samplers run in the run's controller.
+"""TransferQueue's samplers. The service implements the built-in samplers. The run's controller calls custom samplers.
 
 A custom sampler is a subclass of `BaseSampler`. Its method `sample` is called for one batch at a time. In a Ray
 cluster, the actor shared by all processes of the run calls `sample`. Otherwise, the process that requests the batch
@@ -36,15 +36,15 @@ class BaseSampler(ABC):
 
     @abstractmethod
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Return the samples for a batch and those to consume, or two empty lists if too few samples are ready.
+        """Return the samples of a batch and the samples to consume, or two empty lists if too few samples are ready.
 
         Args:
             ready_indexes: indexes of the task's unconsumed samples that have all requested fields.
             batch_size: number of samples in the batch.
             *args: unused.
-            **kwargs: `partition`, an object with `partition_id` and `get_custom_meta(indexes)`, which returns a dict of
-                custom_meta by sample index. `task_name`, `partition_id`, `dp_rank` and `batch_index` are also passed if
-                they are in the call's `sampling_config`.
+            **kwargs: `partition`, an object with the attribute `partition_id` and the method
+                `get_custom_meta(indexes)`, which returns a dict that maps sample indexes to custom_meta. `task_name`,
+                `partition_id`, `dp_rank` and `batch_index` are also passed if they are in the call's `sampling_config`.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sampled:
@@ -70,7 +70,7 @@ class BaseSampler(ABC):
         self._states = state["_states"]
 
     def _batches(self, partition_id: str, task_name: str, dp_rank: Any) -> dict[Any, Sampled]:
-        """Return the choices stored for a rank, by batch index."""
+        """Return the dict of a rank's stored choices, keyed by batch index."""
         tasks = self._states.setdefault(partition_id, {})
         return tasks.setdefault(task_name, {}).setdefault(dp_rank, {})
 
@@ -89,7 +89,7 @@ class SequentialSampler(BaseSampler):
     """A sampler that chooses ready samples in the order in which it receives them."""
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return the `get_meta` arguments that claim the next samples."""
+        """Return the `get_meta` arguments for claiming the next samples."""
         return {"batch_size": batch_size}
 
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
@@ -98,13 +98,13 @@ class SequentialSampler(BaseSampler):
 
 
 class RankAwareSampler(BaseSampler):
-    """A sampler that gives each rank the next ready samples.
+    """A sampler that gives each requesting rank the next samples that are ready.
 
     All replicas of a rank get the same samples.
     """
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return the `get_meta` arguments that claim the next samples. Repeated requests return the same samples."""
+        """Return the `get_meta` arguments for claiming the next samples. Repeated requests return the same samples."""
         return {"batch_size": batch_size, "claim_name": claim_name(config)}
 
     def sample(
@@ -255,7 +255,7 @@ def claim_name(config: Config) -> str:
     rank, batch = config.get("dp_rank"), config.get("batch_index")
     if rank is None or batch is None or rank < 0:
         raise ValueError(
-            f"dp_rank is {rank} and batch_index is {batch} in sampling_config; expected dp_rank to be at least 0 and "
-            "batch_index to be set"
+            f"sampling_config contains dp_rank {rank} and batch_index {batch}; expected a dp_rank of at least 0 and a "
+            "batch_index other than None"
         )
     return f"rank {rank}, batch {batch}"

@@ -6,7 +6,10 @@ from typing import Any, NoReturn
 
 
 class StorageKeyNotFoundError(KeyError):
-    """Raised if a sample was cleared before its data was read. Programs that read and clear concurrently catch it."""
+    """Raised if a sample was cleared before its data was read.
+
+    Programs that read and clear samples concurrently catch this error.
+    """
 
 
 class SimpleStorageUnit:
