@@ -171,8 +171,8 @@ class _Network(_Section):
     advertise: AdvertisedAddress | None = Field(
         None,
         description="Address (host:port) that clients use to reach this storage service or cluster controller; the "
-        "port defaults to the listening port. Default: host name and port for the role storage and for controllers of "
-        "a cluster; the controller's address for the role all.",
+        "port defaults to the listening port. Default: host name and port for --role storage and for controllers of "
+        "a cluster; the controller's address for --role all.",
     )
     controller: Addresses | None = Field(
         None,
@@ -289,7 +289,7 @@ class _StorageAndDurability(_Section):
         min_length=1,
         description="URL of an object store that keeps copies of this storage service's puts on other nodes, such as "
         "s3://bucket/prefix; see docs/engines.md. If this storage service is lost, another service with the same "
-        "mirror takes over its puts. Requires the role storage; cannot be combined with data_dir. Default: none.",
+        "mirror takes over its puts. Requires --role storage; cannot be combined with data_dir. Default: none.",
     )
     mirror_copies: int = Field(
         1, ge=1, description="Number of copies of each put in the mirror, all on nodes other than this one."
@@ -324,7 +324,7 @@ class _StorageAndDurability(_Section):
         None,
         min_length=1,
         description="Directory or object store URL, such as s3://bucket/prefix, where each batch planned for ranks is "
-        "recorded together with its data, for tq-service replay; see docs/recording.md. Requires the role all. If "
+        "recorded together with its data, for tq-service replay; see docs/recording.md. Requires --role all. If "
         "the directory is on the same file system as data_dir, files are linked instead of copied. Default: none.",
     )
     record_steps: int | None = Field(
@@ -366,7 +366,7 @@ class _Cluster(_Section):
         None,
         description="URL of the journal for a cluster of controllers: etcd://host:port,host:port,... with the client "
         "addresses of the etcd members. One controller leads, and the others follow the journal; if the leader fails, "
-        "one of them takes over. Requires the role controller, a cluster name, and a data_dir for each controller's "
+        "one of them takes over. Requires --role controller, a cluster name, and a data_dir for each controller's "
         "snapshots. Default: none (the journal is stored in data_dir).",
     )
     cluster: str | None = Field(
@@ -439,14 +439,14 @@ class _Security(_Section):
     )
     peer_token_file: Path | None = Field(
         None,
-        description="File containing a token with the role service, which this service presents to other services.",
+        description="File containing a token with the service role, which this service presents to other services.",
     )
     internal_secret_file: Path | None = Field(
         None,
         description="File containing the secret shared by the services of one deployment. The secret proves that a "
-        "call comes from a service, not from a client. A service with the role controller or all creates the file if "
-        "it is missing. The file is reloaded when it changes. Default: none if services have tokens with the role "
-        "service; a per-user file if all services listen on the loopback address; otherwise none, in which case "
+        "call comes from a service, not from a client. A service with --role controller or --role all creates the "
+        "file if it is missing. The file is reloaded when it changes. Default: none if services have tokens with the "
+        "service role; a per-user file if all services listen on the loopback address; otherwise none, in which case "
         "services in separate processes do not start.",
     )
     insecure: bool = Field(

@@ -259,7 +259,7 @@ class App:
 
         settings, store, controller, storage = self.settings, self.state_store, self.controller, self.storage
         if controller is None or storage is None:
-            raise InvalidArgumentError("record requires role all. Unset record, or use role all", field="record")
+            raise InvalidArgumentError("record requires role all. Unset record, or set role to all", field="record")
         quota = MOST_PENDING_BYTES if settings.max_bytes is None else settings.max_bytes
         recorder = Recorder(
             place_of(where, sync=settings.durability == "disk", segments=storage.segments),

@@ -46,7 +46,7 @@ _REFUSALS = {
 }
 _TAKES_NONE = (
     "the controller does not accept storage services; start it with this service's internal_secret_file, or with "
-    "tokens of role service"
+    "tokens that have the service role"
 )
 
 
