@@ -14,6 +14,6 @@ def test_the_code_runs():
 
 
 def test_the_pictures_are_there():
-    pictures = re.findall(r"!\[.*?\]\((.*?)\)", DOCUMENT.read_text())
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", DOCUMENT.read_text(), re.DOTALL)
     assert len(pictures) == 2
     assert all((DOCUMENT.parent / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)

@@ -260,7 +260,7 @@ WRONG_PUTS = [
     invalid("rows of keys", put({"score": torch.zeros(2, 3)}, keys=["a"]), "keys", "1 values", "2 samples"),
     invalid("rows of groups", put({"score": torch.zeros(2, 3)}, groups=["a"] * 3), "groups", "3 values", "2 samples"),
     invalid("rows of metadata", put({"score": torch.zeros(2, 3)}, custom_meta=[{"version": 1}]), "custom_meta",
-            "1 samples", "2"),
+            "1 sample(s)", "2"),
     invalid("rows of existing samples", lambda c, m: c.put(m, {"score": torch.zeros(3, 3)}),
             "data", "metadata has 4 samples", "field 'score' has 3 rows"),
     invalid("keys twice", put({"score": torch.zeros(2, 3)}, keys=["a", "a"]), "keys", "'a'", "occurs twice"),
