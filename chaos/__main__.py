@@ -1,9 +1,9 @@
 """Run fault-injection scenarios and print a report: `python -m chaos --rounds 100`.
 
-The exit code is 1 if a guarantee was broken. The service runs as one process, then as a controller and two storage
-services. In each scenario 8 producers, 8 trainer ranks, 4 queue workers and named callers share a partition, from 6
-processes, while processes are killed and restarted at random moments.
-A run prints its seed; `--seed` repeats its faults: the same targets after the same pauses.
+The exit code is 1 if a guarantee was broken. The service runs first as one process, and then as a controller and two
+storage services. In each scenario, 8 producers, 8 trainer ranks, 4 queue workers and named callers in 6 processes share
+a partition. Meanwhile, processes are killed and restarted at random moments. A run prints its seed; `--seed` repeats
+its faults: the same targets after the same pauses.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Actor:
         number: index among the actors of its kind.
         directory: directory of its log.
         seed: seed of its random numbers.
-        stopping: returns whether producers must stop.
+        stopping: function that returns whether producers must stop.
     """
 
     kind: str
@@ -143,13 +143,13 @@ class Rank(Actor):
 
 
 class Named(Rank):
-    """Claims batch after batch by name and reads them. Each sample is used twice."""
+    """Claims batches by name, one after another, and reads them. Each sample is used twice."""
 
     kind = "named"
 
 
 class Worker(Actor):
-    """Leases samples, reads them and acknowledges most: some late. It releases some and lets some leases expire.
+    """Leases samples, reads them, and acknowledges most, some late. Releases some, and lets some leases expire.
 
     It grades half of the samples it acknowledges, in the same change. The grade shows which acknowledgement counted.
     """
@@ -250,7 +250,7 @@ REQUESTS: Final[dict[str, Callable[..., dict[str, Any]]]] = {"rank": rank_reques
 
 
 def described(meta: tq.BatchMeta) -> dict[str, Any]:
-    """Return, as JSON values, the parts of an answer that must be the same each time the claim is repeated."""
+    """Return, as JSON values, the parts of an answer that must not change when the claim is repeated."""
     return {
         "status": meta.status,
         "indexes": list(meta.global_indexes),

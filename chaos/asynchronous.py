@@ -1,17 +1,17 @@
 """Bounded staleness with real processes that are killed at random: `python -m chaos.asynchronous --runs 100`.
 
 In each run rollout workers in two processes claim prompts with slots for their groups and append to the slots in steps.
-They finish them, some late, or abandon or reject them; others continue or restart unfinished slots. A trainer claims
-batches and publishes a version for each.
+The workers finish some slots, a few of them too late, and abandon or reject others; other workers continue or restart
+unfinished slots. A trainer claims batches and publishes a version for each.
 
-In some runs the trainer evicts late groups, and their prompts are claimed again. In some runs samples are released
-once they are trained. In agent runs the members of groups are rollouts of several turns, each turn with its own slot;
-some rollouts fail, and their prompts are dropped. In ordered runs nothing is late, released or dropped, and batches
-have the same prompts as without kills. The samples of a prompt share a field.
+In some runs the trainer evicts late groups, and their prompts are claimed again. In some runs samples are released once
+they are trained. In agent runs, the members of a group are multi-turn rollouts with one slot per turn; some rollouts
+fail, and their prompts are dropped. In ordered runs, nothing is late, released or dropped, and batches contain the same
+prompts as in a run without kills. The samples of a prompt share a field.
 
 Processes of each kind are killed and restarted at random moments; the trainer resumes with a different number of ranks.
-At the end each prompt was trained once, with the data its workers appended and within the staleness bound, or was
-dropped with a reason.
+At the end, each prompt must have been trained once, with the data that its workers appended and within the staleness
+bound, or must have been dropped with a reason.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Kind:
 
     Attributes:
         late: what happens to groups that would become too stale.
-        agents: whether members of groups are rollouts of several turns.
-        ordered: whether batches must be the same as without kills.
+        agents: whether the members of a group are multi-turn rollouts.
+        ordered: whether batches must be the same as in a run without kills.
     """
 
     late: Late = "wait"
@@ -171,7 +171,7 @@ async def _begin(client: tq.AsyncClient, prompt: tq.BatchMeta, rng: random.Rando
 
 
 async def _play(client: tq.AsyncClient, slots: tq.BatchMeta, rng: random.Random) -> None:
-    """Make the turns of some slots and the turns that follow in their rollouts."""
+    """Generate the turns of some slots, and all later turns of their rollouts."""
     for at in range(slots.size):
         slot: tq.BatchMeta | None = slots.select_samples([at])
         while slot is not None:
@@ -179,10 +179,10 @@ async def _play(client: tq.AsyncClient, slots: tq.BatchMeta, rng: random.Random)
 
 
 async def _make_turn(client: tq.AsyncClient, slot: tq.BatchMeta, rng: random.Random) -> tq.BatchMeta | None:
-    """Make a turn, after acquiring the slot of the next one, so a rollout has a slot until it ends.
+    """Generate a turn after acquiring the slot of the next turn, so a rollout has a slot until it ends.
 
     Returns:
-        The slot of the next turn; None if this was the last turn, or another worker makes the next one.
+        The slot of the next turn, or None if this was the last turn or another worker generates the next turn.
     """
     rollout, _, turn = str(slot.keys[0]).rpartition("/")
     is_last, following = int(turn) + 1 == _turns_of(rollout), None
@@ -354,17 +354,17 @@ class Run:
         cluster: the running service.
         number: index of the run.
         directory: directory for the logs.
-        rng: chooses the kind, the bound, moments and victims.
+        rng: chooses the kind, the bound, and the time and victim of each kill.
         kill_count: number of processes to kill; None: 1 to 3.
 
     Attributes:
-        kills: processes that were killed while they ran.
+        kills: number of kills that ended running processes.
         max_staleness: the staleness bound, in versions.
         kind: the variant of the run.
         evicted_count: groups that were evicted and generated again.
         dropped_count: groups that were evicted for good.
         staleness: the largest staleness of a sample, in versions.
-        continued: claims of samples that had tokens from another worker.
+        continued: number of claims of samples that already had tokens from another worker.
     """
 
     def __init__(
@@ -433,7 +433,7 @@ class Run:
             client.remove_policy()
 
     def _names(self) -> list[str]:
-        """Return the prompts; in ordered runs those without failing rollouts, which other prompts would replace."""
+        """Return the prompts. Ordered runs omit prompts with failing rollouts, which other prompts would replace."""
         names = (f"prompt{number}" for number in itertools.count())
         if self.kind.agents and self.kind.ordered:
             names = (name for name in names if not any(map(_is_failing, _rollouts_of(name))))

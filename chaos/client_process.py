@@ -1,6 +1,6 @@
 """Run some actors in one process: `python -m chaos.client_process ADDRESS PARTITION DIRECTORY SEED KIND NUMBER...`.
 
-It exits with 0 when all actors are done, and with 1 if the service gave one of them a wrong answer.
+The process exits with 0 when all actors are done, and with 1 if an actor received a wrong response from the service.
 """
 
 from __future__ import annotations

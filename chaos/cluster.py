@@ -1,4 +1,4 @@
-"""The processes of a service on fixed ports of this machine, which can be killed and restarted."""
+"""The processes of a service on this machine. They use fixed ports, and can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STORAGE_NAMES: Final = ("one", "two")
 
 
 def without_torch() -> None:
-    """Keep torch out of this process: it reads arrays and starts ten times as fast."""
+    """Keep torch out of this process, which then reads arrays and starts ten times as fast."""
     sys.modules["torch"] = None  # type: ignore[assignment]
     sys.modules["tensordict"] = None  # type: ignore[assignment]
 
@@ -52,7 +52,7 @@ class Process:
             self.running.send_signal(number)
 
     def exit_code(self, timeout_seconds: float = _END_SECONDS) -> int | None:
-        """Wait for the end and return the exit code; None on timeout, or if it was never started."""
+        """Wait for the process to end, and return its exit code. Return None on timeout, or if it was never started."""
         if self.running is None:
             return None
         try:
@@ -75,7 +75,7 @@ class Cluster:
 
     Args:
             topology: one process, or a controller and two storage services.
-            durability: how it keeps its state; with "memory" a kill loses the state too.
+            durability: how the service keeps its state; with "memory", a killed process also loses its state.
             directory: directory for data and logs.
     """
 
@@ -110,7 +110,7 @@ class Cluster:
             process.start()
 
     def inject_fault(self, names: Sequence[str], number: signal.Signals) -> list[str]:
-        """End processes by a signal and restart them at once.
+        """End processes with a signal, and restart them immediately.
 
         Returns:
             A line for each process that ended in an unexpected way.

@@ -1,4 +1,4 @@
-"""The contents of samples, derived from their keys alone, so every reader can check a sample."""
+"""The contents of samples, which are derived from their keys alone, so any reader can check any sample."""
 
 from __future__ import annotations
 

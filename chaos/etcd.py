@@ -26,7 +26,7 @@ def etcd_program() -> str:
 
 
 def why_no_etcd() -> str:
-    """Return the reason to skip tests of a real etcd; empty if etcd is installed."""
+    """Return the reason to skip tests that need a real etcd, or an empty string if etcd is installed."""
     try:
         etcd_program()
     except FileNotFoundError as error:
@@ -40,9 +40,9 @@ def etcd_members(
     """Return the processes of the members by name, not yet started.
 
     Args:
-        ports: two ports per member: for clients, and for the other members.
+        ports: two ports per member, one for clients and one for the other members.
         directory: directory for data and logs.
-        hosts: host of each member; None: this host, on the loopback address.
+        hosts: host of each member, or None for this host's loopback address.
     """
     program = etcd_program()
     hosts = hosts or [Host("127.0.0.1", (), "lo")] * len(ports)

@@ -1,6 +1,6 @@
 """The requests and answers of an actor, one line each in the actor's own file. The model is built from them.
 
-A line is passed to the operating system before the actor continues, so it survives the actor's process.
+Each line is passed to the operating system before the actor continues, so the line survives the actor's process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """The log file of one actor; its successor opens it again."""
+    """The log file of one actor, which the actor's successor reopens."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

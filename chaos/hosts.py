@@ -1,4 +1,4 @@
-"""Hosts on one network, as network namespaces of this machine. The path between two hosts can be cut silently.
+"""Hosts on one network, simulated with network namespaces. The path between two hosts can be cut silently.
 
 A program that uses them runs in separate namespaces (`in_own_network`), so everything ends with the program.
 """
@@ -32,7 +32,7 @@ def why_not() -> str:
 
 
 def in_own_network(module: str, arguments: Sequence[str]) -> None:
-    """Run this program again in its own namespaces, unless it runs in them already. Returns only inside them.
+    """Restart this program in its own namespaces unless it already runs there. Return only inside the namespaces.
 
     Raises:
         OSError: the system does not allow users to create namespaces.
@@ -67,7 +67,7 @@ class Host:
 class Network:
     """The hosts, including that of this program, which has the first address.
 
-    Use it in a `with` block: the hosts end with the block. They also end if this program is killed.
+    Use a network in a `with` block. Its hosts end when the block ends or when this program is killed.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Network:
         return host
 
     def cut(self, host: Host, others: Iterable[Host]) -> None:
-        """Drop all packets between a host and others from now on, also on open connections."""
+        """Drop all packets between a host and other hosts from now on, including packets on open connections."""
         for other in others:
             for one, far in ((host, other), (other, host)):
                 one.run("ip", "neigh", "replace", far.ip, "lladdr", _NOWHERE, "nud", "permanent", "dev", one.device)

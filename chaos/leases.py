@@ -24,10 +24,11 @@ class Delivery:
 
     Attributes:
         asked_at: time of the worker's request; the service answered between this time and `got_at`.
-        acked_at: time at which the worker sent its acknowledgement; infinite if it did not, or was refused.
+        acked_at: time at which the worker sent its acknowledgement, or infinity if it sent none or the acknowledgement
+            was refused.
         is_acked: whether the acknowledgement was answered; if not, the worker may have died first.
-        is_released: whether the worker asked to release them.
-        grade: grade put with the acknowledgement; None if none.
+        is_released: whether the worker asked to release the samples.
+        grade: grade put with the acknowledgement, or None if there is no grade.
     """
 
     worker: str
@@ -40,7 +41,7 @@ class Delivery:
     grade: int | None = None
 
     def certainly_within_lease_of(self, other: Delivery) -> bool:
-        """Whether both deliveries were made within one lease, whatever the exact times at the service."""
+        """Whether both deliveries were made within one lease, regardless of the exact times at the service."""
         most_apart = max(self.got_at - other.asked_at, other.got_at - self.asked_at)
         return most_apart < LEASE_SECONDS - _CLOCK_SECONDS
 

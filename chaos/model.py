@@ -1,4 +1,4 @@
-"""The plain model: checks samples and the batches of ranks against the answers that the actors got."""
+"""A plain model that checks samples and ranks' batches against the answers that the actors received."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class Samples:
     Attributes:
         acknowledged: index of each key whose put was acknowledged.
         rewarded: keys whose reward was acknowledged, as part of their put or in a second one.
-        uncertain: keys whose put was requested and never answered because the producer died; they may be stored.
+        uncertain: keys whose put was requested but never answered because the producer died; their samples may be
+            stored.
         clearing: keys whose clear was requested.
         cleared: keys whose clear was acknowledged.
-        held: keys that were put as held: no task gets them while they are held.
+        held: keys of samples that were put as held; no task may get these samples while they are held.
         tags: the tags requested for each key, in order, as positions in `TAGS`.
         tagged: for each key, the position in `tags` of the last acknowledged write.
     """
@@ -69,11 +70,11 @@ class Samples:
                 self.cleared.update(keys)
 
     def violations(self, present: Mapping[str, int], later: Samples) -> Iterator[str]:
-        """Yield violations in the stored samples. This object holds the answers from before the look-up.
+        """Yield violations in the stored samples. This object contains only answers received before the look-up.
 
         Args:
             present: index by key.
-            later: the state according to the producers after the look-up of `present`.
+            later: the producers' state after `present` was looked up.
         """
         for key, index in self.acknowledged.items():
             if key in self.cleared:
@@ -90,11 +91,11 @@ class Samples:
         yield from (f"index {index} has two keys" for index in twice)
 
     def tag_violations(self, present: Mapping[str, Mapping[str, Any]], later: Samples) -> Iterator[str]:
-        """Yield violations in the stored tags. This object holds the answers from before the look-up.
+        """Yield violations in the stored tags. This object contains only answers received before the look-up.
 
         Args:
             present: custom_meta by key.
-            later: the state according to the producers after the look-up of `present`.
+            later: the producers' state after `present` was looked up.
         """
         for key in self.acknowledged.keys() & present.keys():
             tag, possible = tag_in(present[key]), [TAGS[number] for number in later.tags[key][self.tagged[key] :]]
@@ -102,7 +103,7 @@ class Samples:
                 yield f"sample {key} has the tag {tag!r}, expected one of {possible}"
 
     def held_violations(self, directory: Path) -> Iterator[str]:
-        """Yield the samples that were delivered while held, before any of them was made live."""
+        """Yield the samples that were delivered while held. Call this before any held sample is made live."""
         names = {index: key for key, index in self.acknowledged.items()}
         for kind, what in (("rank", "claim"), ("named", "claim"), ("worker", "leased")):
             for name, events in all_events(directory, kind):
@@ -136,7 +137,7 @@ def rank_violations(directory: Path, live: set[int] | None, *, kind: str = "rank
 
     Args:
         directory: directory of their logs.
-        live: the samples that must have been delivered to them in total; None if not known yet.
+        live: the samples that the actors must have received in total, or None if these are not yet known.
         kind: the kind of actors.
         uses: number of deliveries of each sample.
     """
@@ -164,6 +165,6 @@ def rank_violations(directory: Path, live: set[int] | None, *, kind: str = "rank
 
 
 def wrong_reads(directory: Path, kind: str) -> Iterator[str]:
-    """Yield values that actors of a kind read and that differ from the values put."""
+    """Yield each value that an actor of this kind read and that differs from the value put."""
     for name, events in all_events(directory, kind):
         yield from (f"{name} read wrong bytes: {wrong}" for event in events for wrong in event.get("wrong", ()))

@@ -1,4 +1,4 @@
-"""Threads that change and read continuously, to measure for how long a fault stops the service."""
+"""Threads that continuously change and read samples, to measure how long a fault stops the service."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ChangeProbe(Probe):
         self._done_at.append(time.monotonic())
 
     def pause_since(self, at: float) -> float:
-        """Return the longest time without an acknowledged change since a time."""
+        """Return the longest period without an acknowledged change since a given time."""
         done = [each for each in self._done_at if each >= at]
         before = max(each for each in self._done_at if each < at)
         times = [before, *done, time.monotonic()]
@@ -85,7 +85,7 @@ class ChangeProbe(Probe):
 
 
 class ReadProbe(Probe):
-    """Reads a few samples, spread over all storage services, again and again and compares their bytes.
+    """Repeatedly reads a few samples, which are spread over all storage services, and compares their bytes.
 
     Attributes:
         violations: failed reads, and values that differ from the values put.
@@ -138,11 +138,11 @@ class ReadProbe(Probe):
         self._rounds.append((began, time.monotonic()))
 
     def has_read_all_since(self, at: float) -> bool:
-        """Whether each sample was read once after a time."""
+        """Return whether every sample has been read since a given time."""
         return any(began >= at for began, _ in self._rounds[-3:])
 
     def pause_since(self, at: float) -> float:
-        """Return the duration of the longest read that ended after a time or is still running."""
+        """Return the duration of the longest read that ended since a time, or of the running read if none ended."""
         began = self._began
         running = 0.0 if began is None else time.monotonic() - began
         return max((ended - start for start, ended in self._reads if ended >= at), default=running)

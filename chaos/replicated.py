@@ -39,10 +39,10 @@ class ReplicatedCluster(Cluster):
     Controllers and storage services that end are restarted at once, as a supervisor would, unless they are held.
 
     Args:
-        network: network to add the hosts to; its owner ends them.
+        network: network to which the hosts are added. The network's owner ends the hosts.
         directory: directory for data and logs.
         lease_seconds: lease of the leader.
-        mirror: URL of the object store that mirrors puts; None: a directory shared by the storage services.
+        mirror: URL of the object store that mirrors puts, or None for a directory that the storage services share.
 
     Attributes:
         held: names of processes that are not restarted; changed by the owner of a fault.
@@ -114,14 +114,14 @@ class ReplicatedCluster(Cluster):
         return f"{self._hosts[name].ip}:{_PORT}"
 
     def leader(self) -> str | None:
-        """Return the controller that leads, or None; a held controller does not count."""
+        """Return the name of the leading controller, or None. Held controllers do not count."""
         for name, address in self.addresses.items():
             if name not in self.held and answers(address):
                 return name
         return None
 
     def cut(self, name: str, others: Sequence[str]) -> None:
-        """Drop packets between the host of a process and those of others; an empty name is this program's host."""
+        """Drop packets between a process's host and the hosts of others. An empty name is this program's host."""
         self._network.cut(self._host(name), map(self._host, others))
 
     def mend(self, name: str, others: Sequence[str]) -> None:
@@ -149,7 +149,7 @@ class ReplicatedCluster(Cluster):
         return [line for line in super().failures() if "Traceback" in line or "Fatal" in line]
 
     def wrong_ends(self) -> list[str]:
-        """Return processes that ended other than by a kill, as superseded, or as taken over."""
+        """Return processes that ended for another reason than being killed, superseded or taken over."""
         expected = (FAILED_EXIT_CODE, -signal.SIGKILL)
         return [f"{name} ended with {code}" for name, code in self.ended if code not in expected]
 

@@ -43,15 +43,16 @@ _SAID_CHARACTERS: Final = 300
 
 @dataclass(slots=True)
 class Report:
-    """The results of a trial; each scenario adds to them.
+    """The results of a trial, to which each scenario adds.
 
     Attributes:
         violations: broken guarantees.
-        faults: number of faults of each target.
-        back_seconds: for each fault on the service, seconds from the signal until all services answered again.
+        faults: number of faults for each target.
+        back_seconds: for each fault of the service except rolling restarts, seconds from the signal until all services
+            answered again.
         acknowledged_count: samples whose put was acknowledged.
         claim_count: batches delivered to ranks.
-        replayed_count: claims that were repeated and compared.
+        replayed_count: claims that were repeated and whose answers were compared.
         read_count: samples whose bytes were compared, not counting reads by the actors.
     """
 
@@ -73,8 +74,8 @@ class Scenario:
         directory: directory for the logs of the actors.
         rng: chooses moments and targets.
         seed: seed of the clients' random numbers.
-        report: gets the results.
-        say: called with a line about each fault.
+        report: receives the results.
+        say: function that is called with a line about each fault.
     """
 
     _replayed_at_end: ClassVar[int | None] = None  # claims to repeat for each kind of actor; None: all
@@ -145,7 +146,7 @@ class Scenario:
     # Faults
 
     def _in_turn(self, targets: Sequence[Target], rounds: int) -> list[Target]:
-        """Return random targets, each equally often give or take one."""
+        """Return targets in random order. The counts of any two targets differ by at most one."""
         decks = (self._rng.sample(targets, len(targets)) for _ in range(0, rounds, len(targets)))
         return [target for deck in decks for target in deck][:rounds]
 
@@ -210,7 +211,7 @@ class Scenario:
             yield from self._replay(kind, self._some_claims(kind, _REPLAYED_CLAIMS))
 
     def _check_samples(self, read_count: int | None) -> Iterator[str]:
-        """Compare the stored samples with the acknowledged ones, and the bytes of some of them; None: of all."""
+        """Compare stored and acknowledged samples, and read `read_count` of them, or all of them if it is None."""
         before = Samples.recorded(self._directory)
         found, _ = self._client.lookup_samples(self._name)
         later = Samples.recorded(self._directory)
@@ -249,12 +250,12 @@ class Scenario:
             yield from (f"wrong bytes: {wrong}" for wrong in wrong_fields(some, batch))
 
     def _some_claims(self, kind: str, most: int | None) -> list[Claim]:
-        """Return some of the logged claims of a kind of actor; None: all of them."""
+        """Return up to `most` logged claims by actors of a kind, chosen at random, or all of them if `most` is None."""
         claims = claims_of(self._directory, kind)
         return claims if most is None else self._rng.sample(claims, min(most, len(claims)))
 
     def _replay(self, kind: str, claims: Sequence[Claim]) -> Iterator[str]:
-        """Repeat claims of a kind of actor and compare the answers."""
+        """Repeat claims by actors of a kind and compare the answers."""
         for claim in claims:
             asked = REQUESTS[kind](self._name, claim.rank, claim.batch_index, max_wait=0.0)
             try:
@@ -305,7 +306,7 @@ class Scenario:
                 yield f"{process.name} ended with {code}: {lines[-1] if lines else 'no word'} ({process.log})"
 
     def _complete_rewards(self, samples: Samples) -> Iterator[str]:
-        """Put the rewards that killed producers had not put yet, so every sample can be delivered."""
+        """Put the rewards that killed producers had not put yet, so that every sample can be delivered."""
         keys = sorted(self._present())
         for start in range(0, len(keys), _ROWS_A_READ):
             some = keys[start : start + _ROWS_A_READ]
@@ -317,7 +318,7 @@ class Scenario:
                 self._client.put(self._name, {REWARD: rewards_of(lacking)}, keys=lacking, key_mode="existing")
 
     def _unrewarded(self, keys: Sequence[str]) -> set[str]:
-        """Return the samples without a reward. One whose text is wrong counts too; the read finds it."""
+        """Return the keys of samples without a reward or with a wrong text, which a later read detects."""
         batch = self._client.get_data(self._name, keys=keys, data_fields=["text", REWARD], missing="skip")
         keys_of_texts = dict(zip(columns_of(keys)["text"], keys, strict=True))
         return set(keys) - {keys_of_texts.get(text, "") for text in batch["text"]}
@@ -346,7 +347,7 @@ class Scenario:
                 yield f"{name} has {used_bytes} bytes in {put_count} puts after the clear, {before} before the scenario"
 
     def _stores(self, storage_name: str, most: tuple[int, int]) -> bool:
-        """Whether no more bytes and puts are left than before; earlier cleared ones may have been freed since."""
+        """Whether at most as many bytes and puts remain as before. Puts cleared earlier may have been freed since."""
         return all(now <= before for now, before in zip(self._stored(storage_name), most, strict=True))
 
     def _stored(self, storage_name: str) -> tuple[int, int]:

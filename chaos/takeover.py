@@ -1,15 +1,15 @@
 """Kill, stop and cut off the processes of a cluster: `python -m chaos.takeover --rounds 20`.
 
-The cluster has three etcd members, three controllers and three storage services with a mirror, each on its own host
-in a network of namespaces. The load is that of `python -m chaos`: 8 producers, 8 ranks, named callers and leased
-workers. The checks are the same; in addition, no superseded controller answers, and the puts of a lost storage
-service are read from the others. Two threads measure pauses: one makes small changes continuously, one reads samples
-of all storage services. The exit code is 1 if a guarantee was broken.
+The cluster has three etcd members, three controllers and three storage services with a mirror, each on its own host in
+a network of namespaces. The load is that of `python -m chaos`: 8 producers, 8 ranks, named callers and leased workers.
+The checks are the same, with two additions: no superseded controller answers, and the puts of a lost storage service
+can be read from the others. Two threads measure pauses: one makes small changes continuously, and the other reads
+samples from all storage services. The exit code is 1 if a guarantee was broken.
 
 Faults: a leader, a standby, an etcd member or a storage service is killed; stopped for 30 s and resumed; or cut off
-from the others for 12 s, with packets dropped and neither side notified. Or all etcd members are cut off from each
-other for twice as long; afterwards the cluster resumes, and no storage service was declared lost. Storage services keep
-puts in memory and in the mirror: a killed one loses all its bytes.
+from the others for 12 s, with packets dropped and neither side notified. Another fault cuts all etcd members off from
+each other for twice as long. Afterwards, the cluster must resume without having declared a storage service lost.
+Storage services keep puts in memory and in the mirror: a killed one loses all its bytes.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class TakeoverScenario(Scenario):
             self._violated(f"the puts of {name} were not taken over within {_START_SECONDS:g} s")
 
     def _stop(self, _: str, name: str) -> None:
-        """Stop a process and resume it after a leader was superseded or a storage service taken over."""
+        """Stop a process, and resume it once a leader has been superseded or a storage service taken over."""
         taken_count = self._parts.taken_over_count(name) if name in STORAGES else 0
         self._parts.held.add(name)
         calls: list[Any] = []
@@ -195,7 +195,7 @@ class TakeoverScenario(Scenario):
         self._parts.held.discard(name)
 
     def _part(self, _: str, __: str) -> None:
-        """Cut all etcd members off from each other: none can change anything."""
+        """Cut all etcd members off from each other, so that none of them can change anything."""
         ended_count, names = len(self._parts.ended), self._parts.etcd_names
         pairs = list(itertools.combinations(names, 2))
         for one, other in pairs:
@@ -231,7 +231,7 @@ class TakeoverScenario(Scenario):
         return True
 
     def _leaks(self) -> Any:
-        """Yield storage services that still have bytes: bytes move between services, so all of them must be empty."""
+        """Yield storage services that still have bytes. Since bytes move between services, all must be empty."""
         self._reads.clear()
         for name in STORAGES:
             if not wait_until(lambda name=name: self._stored(name) == (0, 0), _START_SECONDS, 0.2):  # type: ignore[misc]

@@ -2,12 +2,13 @@
 
 Two policies are trained at the same time, each with its own trainer, versions and bound. For each of them, rollout
 workers claim prompts together with the slots of their responses (`admit=`), generate with the newest weights, and put
-responses and rewards. Some are slow, like long responses; batches wait for a slow group only if it would otherwise be
-trained too late. Start a service with `tq-service serve`, then, in a clone of this repository:
+responses and rewards. Some rollouts are slow, as for long responses; a batch waits for a slow group only if the group
+would otherwise be trained too late. Start a service with `tq-service serve`, then, in a clone of this repository:
 
     python -m examples.async_grpo --steps 150
 
-It prints a histogram of the responses by staleness in versions and, with matplotlib, plots the staleness of each step.
+The example prints a histogram of the responses by staleness in versions and, with matplotlib, plots the staleness of
+each step.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def roll_out(run: Run, worker: int, seed: int) -> None:
 
 
 def load_weights(client: tq.Client, run: Run, policy: Policy, version: int) -> int:
-    """Load the weights of a version, or of a newer one if it was cleared; return the version."""
+    """Load the weights of a version, or of a newer one if that version was cleared. Return the version loaded."""
     while True:
         try:
             flat = client.get_data(run.weights, keys=[f"v{version}"])["parameters"][0]

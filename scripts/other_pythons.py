@@ -3,7 +3,7 @@
     scripts/other_pythons.py 3.12 3.13       # each with the newest dependencies
     scripts/other_pythons.py --lowest 3.11   # with the lower bounds of pyproject.toml
 
-A version without an interpreter is skipped, and named.
+A version without an interpreter is reported and skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TESTS: Final = (
 
 
 def find_python(version: str) -> Path | None:
-    """Return an interpreter of a version that starts: on PATH, or one of pyenv."""
+    """Return a working interpreter of a version, from PATH or pyenv, or None if there is none."""
     found = [shutil.which(f"python{version}")]
     if pyenv := shutil.which("pyenv"):
         prefix = subprocess.run([pyenv, "prefix", version], capture_output=True, text=True, check=False)
@@ -61,7 +61,7 @@ def requirements(*, lowest: bool) -> list[str]:
 
 
 def install(python: Path, environment: Path, wheel: Path, *, lowest: bool) -> None:
-    """Make an environment with the wheel, its dependencies and the test tools."""
+    """Create an environment with the wheel, its dependencies and the test tools."""
     subprocess.run([python, "-m", "venv", "--clear", environment], check=True)
     pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, *requirements(lowest=lowest)], check=True)

@@ -136,7 +136,7 @@ def count(name: str, source: str) -> Counts:
 
 
 def files() -> list[str]:
-    """Return the files that are read, those that are not yet committed too."""
+    """Return the files to read, including those not yet committed."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],  # noqa: S607
         cwd=ROOT, check=True, capture_output=True, text=True,
@@ -151,7 +151,7 @@ def files() -> list[str]:
 
 
 def directory_of(name: str) -> str:
-    """Return the directory to which a file counts: a layer of the package, or a directory of the root."""
+    """Return the directory for which a file counts: a layer of the package, or a directory of the root."""
     parts = Path(name).parts[:-1]
     return "/".join(parts[: 2 if name.startswith("tq_service/") else 1]) or "."
 
@@ -166,7 +166,7 @@ def by_directory(counts: dict[str, Counts]) -> dict[str, Counts]:
 
 
 def too_many(counts: dict[str, Counts]) -> list[str]:
-    """Return a line for each directory and each file of some length with too many turns of phrase."""
+    """Return a line for each directory, and each file of some length, that has too many turns of phrase."""
     files = {name: each for name, each in counts.items() if each.words >= _LEAST_WORDS}
     return [
         f"{name} has {each.rate:.2f} turns of phrase per 1,000 words; expected at most {most:g}"

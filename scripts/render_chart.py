@@ -4,7 +4,7 @@
     scripts/render_chart.py --check       # fail if they are stale
     scripts/render_chart.py --manifests   # render the profiles for users of kustomize into deploy/kubernetes
 
-Rendering needs helm, on PATH or next to this Python (scripts/get_helm.py); its output is not committed.
+Rendering needs helm, either on PATH or next to this Python (scripts/get_helm.py). The rendered files are not committed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def readme() -> str:
 
 
 def schema() -> str:
-    """Return the schema of values with the names of all settings, which makes helm refuse misspelt ones."""
+    """Return the schema of values with the names of all settings, so that helm rejects misspelled names."""
     parsed = json.loads(SCHEMA.read_text())
     parsed["$defs"]["settings"]["propertyNames"] = {"enum": sorted(ServeSettings.model_fields)}
     return json.dumps(parsed, indent=2) + "\n"

@@ -1,11 +1,13 @@
 """Hooks of mkdocs that build the site from pages written for GitHub, and from the files of the repository they link to.
 
-- The title has the version of the package.
-- A file outside docs that a page links to is on the site, under `repository/`: Markdown as a page, any other text as a
-  page with its source, a directory as a list of its files, a picture as it is. So no link leads to another host.
+- The title contains the package's version.
+- If a page links to a file outside docs, the site contains this file under `repository/`, so no link leads to another
+  host. Markdown becomes a page, any other text a page with its source, and a directory a list of its files. A picture
+  is copied unchanged.
 - `adr/index.md` lists the decisions.
-- Pages that docstrings name are links in the reference.
-- Python-Markdown wants a blank line before a list and four spaces for each level of it; GitHub does not.
+- In the reference, names of pages in docstrings become links.
+- Lists are adapted to Python-Markdown. Unlike GitHub, it requires a blank line before a list and four spaces for each
+  level.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from mkdocs.structure.pages import Page
 
 ROOT: Final = Path(__file__).parent.parent
 OUTSIDE: Final = "repository/"
-"""Where the site has the files outside docs."""
+"""Path on the site of the files outside docs."""
 _ALWAYS: Final = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md")
-"""Pages outside docs that the navigation has."""
+"""Pages outside docs that the navigation contains."""
 _PICTURES: Final = {".png", ".svg", ".gif"}
 _LINK: Final = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 _NAMED_PAGE: Final = re.compile(r"\bdocs/([\w/]+\.md)\b")
@@ -32,7 +34,7 @@ _ITEM: Final = re.compile(r"( *)([-*]|\d+\.) +")
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Put the version into the title, without an import of the package."""
+    """Put the version into the title without importing the package."""
     found = re.search(r'^VERSION: Final = "(.+)"', (ROOT / "tq_service/version.py").read_text(), re.MULTILINE)
     if found is None:
         raise ValueError("tq_service/version.py has no VERSION")
@@ -66,7 +68,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files of the repository into links of the site, and lists into those of Python-Markdown."""
+    """Turn links to repository files into links within the site, and adapt lists to Python-Markdown."""
     uri = page.file.src_uri
     if uri.startswith(("adr/", OUTSIDE)):  # searches find guides before decisions and results of benchmarks
         page.meta.setdefault("search", {"boost": 0.5})
@@ -91,7 +93,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def python_markdown_lists(markdown: str) -> str:
-    """Indent what is within list items by four spaces per level, and begin each list after a blank line."""
+    """Indent the contents of list items by four spaces per level, and put a blank line before each list."""
     lines: list[str] = []
     columns: list[int] = []  # where the content of each item around this line begins
     fence = ""
@@ -121,13 +123,13 @@ def _links_outside(name: str, markdown: str) -> set[str]:
 
 
 def _target(name: str, link: str) -> str:
-    """Return the file or directory to which a link of a file leads, as a path from the root."""
+    """Return the file or directory to which a link in a file leads, as a path from the root."""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(name), link))
     return f"{target}/README.md" if (ROOT / target / "README.md").is_file() else target
 
 
 def _uri_of(name: str) -> str:
-    """Return where the site has a file of the repository."""
+    """Return the URI of a repository file on the site."""
     uri = name.removeprefix("docs/") if name.startswith("docs/") else OUTSIDE + name
     if (ROOT / name).is_dir():
         return f"{uri}/index.md"

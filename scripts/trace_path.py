@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Show which files of the service one put, one get, one leased claim and one acknowledgement pass through.
+"""Show which of the service's files one put, one get, one leased claim and one acknowledgment pass through.
 
 A service runs in this process and a client calls it over gRPC. A file counts for an operation if one of its functions,
 or a generated method of one of its dataclasses, runs on any thread before the service is idle again. Module and class
@@ -52,7 +52,8 @@ Paths = dict[str, list[str]]  # operation -> files on its path, relative to the 
 class Recorder:
     """Records the files whose functions are entered on any thread while it is recording.
 
-    Create it before the threads to record: `threading.setprofile` applies to threads that start later.
+    Create the recorder before the threads that it should record, since `threading.setprofile` applies only to threads
+    that start later.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class Recorder:
         self._entered = set()
 
     def stop(self) -> set[str]:
-        """Stop recording; return the recorded files of the package, relative to it."""
+        """Stop recording, and return the recorded files as paths relative to the package."""
         entered, self._entered = self._entered or set(), None
         paths = (Path(code.co_filename if "<" not in code.co_filename else file) for code, file in entered.copy())
         return {path.relative_to(PACKAGE).as_posix() for path in paths if path.is_relative_to(PACKAGE)}
@@ -110,7 +111,7 @@ async def trace(directory: Path) -> Paths:
 
 
 async def _one_round(client: tq.AsyncClient, recorder: Recorder) -> AsyncIterator[tuple[str, set[str]]]:
-    """Do each operation once; yield the files that it entered."""
+    """Perform each operation once, and yield the files whose functions it entered."""
     rows = {FIELD: np.arange(ROW_COUNT)}
     recorder.start()
     await client.put("not-consumed", rows)
@@ -147,7 +148,7 @@ def written_of(files: list[str]) -> list[str]:
 
 
 def report(paths: Paths, *, with_files: bool) -> str:
-    """Return the table of files by operation and layer, followed by the files with `with_files`."""
+    """Return a table of the files by operation and layer, followed by the files themselves if `with_files` is set."""
     layers = sorted({layer_of(file) for files in paths.values() for file in written_of(files)})
     lines = [" ".join(f"{title:>12}" for title in ("operation", *layers, "together"))]
     for operation, files in paths.items():

@@ -35,7 +35,7 @@ SUBSTITUTIONS = [
 
 
 def to_sync(source: Path, target: Path) -> str:
-    """Return the sync form of a file."""
+    """Return the sync code for an async file."""
     text = source.read_text()
     for pattern, replacement in SUBSTITUTIONS:
         text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
@@ -63,7 +63,7 @@ def ruff(text: str, *arguments: str) -> str:
 
 
 def main() -> int:
-    """Write the sync forms, or compare them."""
+    """Write the sync code, or compare it with the existing files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a file is not current")
     check = parser.parse_args().check

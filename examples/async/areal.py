@@ -2,14 +2,14 @@
 
 AReaL counts in one process: `(max_staleness + version + 1) * batch - (accepted + running)`, and at most
 `max_concurrent_rollouts` running. Here the service counts. `Admission(max_staleness=)` has the same capacity as long as
-each version trains one batch: the batches up to the published version are not outstanding any more.
+one batch is trained per version, since batches up to the published version are no longer outstanding.
 
-- A rollout holds a slot from `on_rollout_submitted` on. So any number of processes may submit, and the slot of a dead
-  process is free again when its lease expires. AReaL's counters belong to one process, and are seeded again after a
-  crash.
-- The version is the published one: instead of AReaL's `set_version`, call `publish_version(version, trained=...)`.
-- A rejected rollout frees its slot in both. AReaL does not bound the staleness of a slow rollout; in the service
-  batches wait for it, see "The bound" in docs/asynchronous_rl.md.
+- A rollout holds a slot from `on_rollout_submitted` on. Any number of processes can therefore submit rollouts, and a
+  dead process's slot becomes free when its lease expires. AReaL's counters belong to one process, and are initialized
+  again after a crash.
+- The version is the published version: instead of AReaL's `set_version`, call `publish_version(version, trained=...)`.
+- A rejected rollout frees its slot both in AReaL and in the service. AReaL does not bound the staleness of a slow
+  rollout. In the service, batches wait for slow rollouts; see "The bound" in docs/asynchronous_rl.md.
 - The capacity is never negative. A trainer that returns to a checkpoint publishes with `rewind=True`.
 """
 
@@ -35,7 +35,7 @@ class StalenessManager:
         client.create_partition(PARTITION, tasks=[ACTOR, ROLLOUT], admissions=[self._admission])
 
     def get_pending_limit(self) -> int:
-        """Return the limit of rollouts that are admitted and not published yet."""
+        """Return the maximum number of rollouts that are admitted but not yet published."""
         return self._admission.most
 
     def get_capacity(self) -> int:
@@ -45,14 +45,14 @@ class StalenessManager:
         return min(self._concurrent - (task.running_count or 0), self._admission.most - (task.outstanding_count or 0))
 
     def on_rollout_submitted(self, max_wait: float = 0.0) -> tq.BatchMeta | None:
-        """Return the slot of a rollout that may start, or None if capacity is lacking for `max_wait` seconds."""
+        """Return a slot for a rollout, or None if no capacity becomes available within `max_wait` seconds."""
         slot = self._client.acquire(PARTITION, ROLLOUT, lease=600.0, on_lost="remove", max_wait=max_wait)
         return slot if slot.status == "batch" else None
 
     def on_rollout_accepted(self, slot: tq.BatchMeta, trajectory: dict[str, Any]) -> None:
-        """Store the trajectory of a rollout; from then on trainer ranks can claim it."""
+        """Store the trajectory of a rollout. From then on, trainer ranks can claim the trajectory."""
         self._client.put(slot, trajectory, ack=True)
 
     def on_rollout_rejected(self, slot: tq.BatchMeta) -> None:
-        """Free the slot of a rollout at once."""
+        """Free the slot of a rollout immediately."""
         self._client.release(slot)

@@ -1,6 +1,7 @@
 """NeMo-RL's `PromptGroupSampler` (nemo_rl/algorithms/async_utils/staleness_sampler.py) over the service.
 
-In NeMo-RL one object implements the policy: when rollouts may start, which groups a step takes, which are dropped.
+In NeMo-RL, one object implements the policy: when rollouts may start, which groups a step takes, and which groups are
+dropped.
 
 | NeMo-RL | `admit` | `select` | `evict` |
 |---|---|---|---|
@@ -10,9 +11,9 @@ In NeMo-RL one object implements the policy: when rollouts may start, which grou
 | `InOrderSampler` | window of batches ahead | the batch dispatched for this step | of past steps |
 
 - `admit` waits in the service for a version instead of polling every 5 ms. `reserve` creates the slots of a group; a
-  put commits them, and `release` frees them. Start version and target step are custom_meta of the samples, so the
-  buffer needs no lists.
-- `select` is a claim that never waits, and `evict` keeps slots that are not finished, as in NeMo-RL.
+  put commits them, and `release` frees them. The samples' custom_meta contains the start version and the target step,
+  so the buffer needs no lists.
+- `select` is a claim that never waits, and `evict` keeps unfinished slots, as in NeMo-RL.
 - The partition is created with `tasks=[TRAIN, ROLLOUT]`. The buffer survives a crash; the controller restores
   `dispatch_index`, as in NeMo-RL. `is_on_policy` corresponds to a window of 0, and `required_buffer_capacity` to the
   `most` of an admission.
@@ -72,7 +73,7 @@ class PromptGroupSampler:
         return await self._client.clear_samples(PARTITION, where=[(column, "<", oldest)], task_name=TRAIN)
 
     def should_abort_inflight(self, start_version: int, current: int) -> bool:
-        """Return whether a group that is not finished can never be selected."""
+        """Return whether an unfinished group can never be selected."""
         return self._policy == "windowed" and start_version < current - self._window
 
     def _oldest(self, current: int) -> tuple[str, int]:

@@ -1,6 +1,6 @@
 """prime-rl's gate, ship hold and staleness sweep (src/prime_rl/orchestrator) over the service.
 
-Batch N trains version N - 1 and produces version N. Two rules are separate in prime-rl, and also here:
+Batch N trains version N - 1 and produces version N. prime-rl keeps two rules separate, and so does this example:
 
 | prime-rl | here |
 |---|---|
@@ -9,9 +9,9 @@ Batch N trains version N - 1 and produces version N. Two rules are separate in p
 | `TrainSink._drop_stale`: traces from before N - 1 - max_off_policy_steps are dropped | `where=`, `unmatched="clear"` |
 | early cancel of groups that are still being generated | their slots are held, and swept once they are finished |
 
-The hold ends with an error or "not_yet" on timeout, while prime-rl's can wait forever. A claim waits and sweeps in the
-service: dispatchers, orchestrator and trainer ranks may be separate processes, and any of them may restart.
-`Admission(max_staleness=)` would bound staleness without dropping finished traces.
+On timeout, this hold ends with an error or "not_yet", whereas prime-rl's hold can wait forever. A claim waits and
+sweeps in the service. The dispatchers, the orchestrator and the trainer ranks can therefore be separate processes, and
+any of them can restart. `Admission(max_staleness=)` would bound staleness without dropping finished traces.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Orchestrator:
         return max(0, self.step - 1 - TARGET_LAG)
 
     async def dispatch(self, group: str, group_size: int, max_wait: float = 30.0) -> tq.BatchMeta | None:
-        """Return the slots of a group that may start, with its dispatch version; None if the gate stays closed."""
+        """Return the slots of a group that may start, with its dispatch version, or None if the gate stays closed."""
         if await self._client.get_version(at_least=self._needed_version, max_wait=max_wait) < self._needed_version:
             return None
         return await self._client.acquire(
@@ -47,7 +47,7 @@ class Orchestrator:
         await self._client.put(slots, traces, ack=True)
 
     async def finalize_train_batch(self, data_fields: list[str], max_wait: float = 30.0) -> tq.BatchMeta | None:
-        """Ship the next batch, without traces that are too stale for it; None if it cannot be shipped yet."""
+        """Ship the next batch without traces that are too stale for it. Return None if it cannot be shipped yet."""
         batch = await self._client.claim(
             partition_id=PARTITION, task_name=TRAIN, data_fields=data_fields, batch_size=self._batch_size,
             dp_rank=0, dp_size=1, batch_index=self.step - 1, not_before_version=self._needed_version,

@@ -1,15 +1,15 @@
 """torchtitan's `RolloutGroupWorkBuffer` (torchtitan/experiments/rl/components/work_buffer.py) over the service.
 
 A group of rollouts is a group of `group_size` samples: WAITING is held, INFLIGHT is held and leased to a rollout loop,
-FINALIZED is live. `add_work` takes one of `max_active_rollout_groups` slots, and only `release_active_groups` frees
-it: after the generators have pulled the weights of a trained group, or for a filtered group.
+FINALIZED is live. `add_work` takes one of `max_active_rollout_groups` slots, and only `release_active_groups` frees it:
+once the generators have pulled the weights trained on a group, or if a group is filtered out.
 
 - Input, rollout and batcher loops may be separate processes. If a rollout loop dies, another loop claims its group when
   the lease expires. If a batcher or trainer dies before the release, its groups are redelivered.
 - `add_work` waits for a slot itself, so `wait_for_slot` is not needed, and several input loops cannot overbook.
-- The batcher takes finalized groups within a window that is anchored at the oldest group not taken. A sampler of this
-  module does that: start the service with PYTHONPATH=examples/async. `Admission(max_staleness=)` needs no window: its
-  batches pass a slow group for as long as its staleness allows.
+- The batcher takes finalized groups within a window that is anchored at the oldest group not yet taken. This module's
+  sampler implements the window, so start the service with PYTHONPATH=examples/async. `Admission(max_staleness=)` needs
+  no window: batches pass a slow group for as long as the group's staleness allows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PARTITION, ROLLOUT, BATCHER, LEASE = "work", "rollout", "batcher", 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnchoredWindow(Sampler):
-    """Takes the oldest finalized group among the `window_size` group ids starting at the oldest one not taken."""
+    """Takes the oldest finalized group among `window_size` group ids, starting at the oldest id not yet taken."""
 
     name: ClassVar[str] = "anchored_window"
     window_size: int = 1
@@ -40,7 +40,7 @@ class AnchoredWindow(Sampler):
 
 
 class RolloutGroupWorkBuffer:
-    """Groups of rollouts between the input loop and the trainer; call `open` first, in each process."""
+    """Holds groups of rollouts between the input loop and the trainer. Each process must call `open` first."""
 
     def __init__(self, client: tq.AsyncClient, *, group_size: int, window_size: int = 1) -> None:
         self._client, self._group_size = client, group_size

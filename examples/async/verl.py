@@ -1,7 +1,7 @@
 """verl's asynchronous `ReplayBuffer.sample` (verl/trainer/ppo/v1/replay_buffer.py) over the service.
 
-verl lists all keys every 2 seconds; the trainer evicts, counts, refills, waits and selects. Here `sample` is one claim:
-the service wakes it, and evicts and refills in the same change that plans the batch.
+verl lists all keys every 2 seconds; the trainer evicts, counts, refills, waits and selects. Here, `sample` is one
+claim: the service wakes the claim, and evicts and refills groups in the same change that plans the batch.
 
 | verl | here |
 |---|---|
@@ -14,7 +14,7 @@ the service wakes it, and evicts and refills in the same change that plans the b
 
 "wait" only waits for groups that would otherwise be trained too late. With both strategies no group exceeds the
 threshold, while verl's "wait" trains groups beyond a full batch a step later. `num_warmup_batches` is the threshold: at
-most this number of batches is outstanding.
+most this many batches are outstanding.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ReplayBuffer:
     def sample(self, global_steps: int, data_fields: list[str], max_wait: float) -> tuple[tq.BatchMeta, dict[str, int]]:
         """Return the batch of a step, and the number of groups evicted since the last call, by reason.
 
-        The previous step must be trained, and the generators must have its weights.
+        The previous step must have been trained, and the generators must have its weights.
         """
         if global_steps > 1:
             self._client.publish_version(global_steps, trained={(TRAIN, UPDATE): global_steps - 2})

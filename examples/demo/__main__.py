@@ -54,12 +54,12 @@ def run_demo(
 
     Args:
         steps: optimizer steps of the run.
-        seconds: longest training time in seconds.
+        seconds: maximum training time in seconds.
         output: directory for the curves, the history and the logs.
         seed: seed of prompts, sampling and initial weights.
         plain: whether to print lines instead of a live table.
         address: a running service to use; None starts a service.
-        fault: whether to kill a trainer rank, and the service if the demo started it, halfway.
+        fault: whether to kill a trainer rank halfway through the run, and also the service if the demo started it.
         record: whether the service started by the demo records the batches of the trainer ranks.
 
     Returns:
@@ -208,7 +208,7 @@ def _check_modules() -> None:
 
 
 def _clear_partitions(client: tq.Client) -> None:
-    """Clear partitions of an earlier run, which a service not started by the demo may still have."""
+    """Clear partitions of an earlier run, which may remain in a service that the demo did not start."""
     for partition in client.list_partitions(PARTITION_PREFIX, timeout=CONNECT_SECONDS):
         client.clear_partition(partition.partition_id)
 

@@ -21,7 +21,7 @@ class Redelivered:
     Attributes:
         count: number of micro-batches.
         equal_count: number of micro-batches with identical bytes in all samples.
-        size_bytes: bytes of the tensors of the identical ones.
+        size_bytes: total size of the tensors in the identical micro-batches.
     """
 
     count: int
@@ -30,7 +30,7 @@ class Redelivered:
 
 
 class BatchNotes:
-    """The notes of one process of a rank; each is one line, written at once.
+    """The notes of one process of a rank. Each note is one line, and is written immediately.
 
     Args:
         output: directory of the run.
@@ -66,7 +66,7 @@ def notes_file(output: Path, rank: int) -> Path:
 
 
 def last_note(output: Path, rank: int) -> tuple[int, int]:
-    """Return step and micro-batch of a rank's last note; -1 for both without notes."""
+    """Return the step and micro-batch of a rank's last note, or -1 for both if there are no notes."""
     notes = _read(output, rank)
     return (int(notes[-1]["step"]), int(notes[-1]["micro_batch"])) if notes else (-1, -1)
 
@@ -84,7 +84,7 @@ def redelivered(output: Path, rank: int) -> Redelivered:
 
 
 def _read(output: Path, rank: int) -> list[dict[str, Any]]:
-    """Return the notes of a rank, without an incomplete last line of a killed process."""
+    """Return the notes of a rank, except an incomplete last line left by a killed process."""
     try:
         text = notes_file(output, rank).read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Halfway through the demo the service and a trainer rank are killed in the middle of a step, and restarted."""
+"""Kills the service and a trainer rank in the middle of a step, halfway through the demo, and restarts both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Outage:
 
     Attributes:
         step: the interrupted step.
-        service_seconds: time from the kill until the service answered again; None if it was not killed.
+        service_seconds: time from the kill until the service answered again, or None if the service was not killed.
         partition_count: partitions that the service recovered.
         sample_count: samples of these partitions.
         rank_seconds: time from the kill until another process had replaced the rank.
@@ -45,11 +45,11 @@ class Outage:
 
 
 class HalfwayFault:
-    """Kills a trainer rank, and the service if the demo started it, once, when half of the run is over.
+    """Kills a trainer rank, and also the service if the demo started it, once, halfway through the run.
 
     Args:
         settings: settings of the run.
-        settings_file: their file, for the process that replaces the rank.
+        settings_file: file with these settings, for the process that replaces the rank.
         processes: processes of the run.
         client: client of the service.
         progress: shows the events.

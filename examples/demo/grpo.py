@@ -1,7 +1,7 @@
 """GRPO: advantages relative to the group, and the clipped policy-gradient loss.
 
 Source: Shao et al., DeepSeekMath (https://arxiv.org/abs/2402.03300). The KL term is omitted, since the demo lacks a
-reference model. The loss of a sequence is the sum over its tokens, not their mean, which would favour long responses
+reference model. The loss of a sequence is the sum over its tokens, not their mean, which would favor long responses
 (Liu et al., Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783).
 """
 

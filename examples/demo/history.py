@@ -19,20 +19,21 @@ CLEAR_RISE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Summary of the steps; means over all steps unless stated otherwise.
+    """Summary of the steps. Values are means over all steps unless stated otherwise.
 
     Attributes:
         steps: number of steps.
-        samples: number of samples, over all steps.
+        samples: total number of samples in all steps.
         seconds: time from the start of the first rank to the end of the last step.
         reward_at_start: mean reward of the first tenth of the steps.
         reward_at_end: mean reward of the last tenth.
         solved_at_end: share of samples with reward 1 in the last tenth.
-        imbalance: heaviest rank's tokens over the mean, minus 1, in the steps with balanced batches.
-        unbalanced_imbalance: the same for the first steps, without balancing; None without such steps.
+        imbalance: tokens of the rank with the most tokens, divided by the mean per rank, minus 1; for steps with
+            balanced batches.
+        unbalanced_imbalance: the same for the first steps, which were not balanced. None if there were no such steps.
         waiting: share of the ranks' time spent waiting for data.
         samples_per_second: rate over the full run.
-        version_lag: versions between sampling and learning.
+        version_lag: number of versions between sampling and learning.
     """
 
     steps: int
@@ -54,7 +55,7 @@ class Outcome:
 
     @property
     def has_risen(self) -> bool:
-        """Whether the reward rose clearly."""
+        """Whether the reward has clearly risen."""
         return self.reward_at_end >= self.reward_at_start + CLEAR_RISE
 
 
@@ -63,7 +64,7 @@ def outcome_of(steps: Sequence[Step], unbalanced_steps: int = 0) -> Outcome:
 
     Args:
         steps: the steps, in order.
-        unbalanced_steps: number of first steps without balancing.
+        unbalanced_steps: number of steps at the start that were not balanced.
 
     Raises:
         ValueError: `steps` is empty.

@@ -19,7 +19,7 @@ class Learner:
     """A replica of the policy and its optimizer; equal on all ranks after every update.
 
     Lifecycle of a step: `accumulate` for each micro-batch, if any; then `update` on every rank. If an update fails, the
-    step was not applied: call `discard`, and accumulate its micro-batches again.
+    step has not been applied: call `discard`, and accumulate the step's micro-batches again.
     """
 
     def __init__(self, policy: Policy, *, learning_rate: float) -> None:
@@ -52,7 +52,7 @@ class Learner:
 
         Args:
             sum_over_ranks: returns the sum of a vector over the ranks, such as `Ranks.sum`; the identity for one rank.
-            counts: `(n,)` float64; the first is the number of samples accumulated on this rank.
+            counts: `(n,)` float64. The first count is the number of samples accumulated on this rank.
 
         Raises:
             RankLostError: a rank was lost; nothing has changed.

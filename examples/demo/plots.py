@@ -26,8 +26,8 @@ def plot_history(
         path: path of the PNG.
         title: title of the figure.
         steps: steps of the run.
-        unbalanced_steps: number of first steps without balancing, which are shaded.
-        outage: the outage, whose step is marked.
+        unbalanced_steps: number of steps at the start that were not balanced. These steps are shaded.
+        outage: the outage. Its step is marked.
     """
     import matplotlib as mpl
 
@@ -71,7 +71,7 @@ def plot_history(
 
 
 def _marked(axes: Any, unbalanced_steps: int, outage: Outage | None) -> dict[str, Any]:
-    """Mark the first steps and the outage; return the marks by their legend text."""
+    """Mark the first steps and the outage, and return the marks by legend text."""
     marks = {}
     if unbalanced_steps:
         span = axes.axvspan(-0.5, unbalanced_steps - 0.5, color="tab:gray", alpha=0.15)

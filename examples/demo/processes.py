@@ -1,4 +1,4 @@
-"""The processes of a run: starts, monitors and ends them together."""
+"""Starts, monitors and ends the processes of a run together."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ProcessFailedError(TqError, RuntimeError):
 class ProcessGroup:
     """The processes of one run; leaving the context ends all remaining ones.
 
-    The output of each process goes to `<logs>/<name>.log`. Each has a separate session, so Ctrl-C only reaches the
-    demo, which ends them in order: workers first, the service last.
+    The output of each process goes to `<logs>/<name>.log`. Each process has its own session, so Ctrl-C reaches only the
+    demo. The demo then ends the processes in order: workers first, the service last.
 
     Args:
         logs: directory of the logs.
-        env: environment of the workers; None: that of this process.
+        env: environment of the workers, or None for the environment of this process.
     """
 
     def __init__(self, logs: Path, env: Mapping[str, str] | None = None) -> None:
@@ -58,10 +58,10 @@ class ProcessGroup:
 
         Args:
             data_dir: directory of the service's durable state.
-            record: directory for recorded batches of the trainer ranks; None: do not record.
+            record: directory for recorded batches of the trainer ranks, or None to record nothing.
 
         Raises:
-            UnavailableError: it ended before it listened, or did not listen in time.
+            UnavailableError: the service ended before it listened, or did not listen in time.
         """
         flags = () if record is None else ("--record", str(record))
         self._service = ServiceProcess(

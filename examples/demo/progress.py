@@ -31,22 +31,22 @@ class Progress(AbstractContextManager["Progress"], Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Show an event, with the seconds since the beginning."""
+        """Show an event, with the number of seconds since the start of the run."""
         ...
 
     def set_state(self, text: str) -> None:
-        """Show the reason of the wait before the first step; replaces the previous text."""
+        """Show why the run is waiting before its first step. The text replaces the previous text."""
         ...
 
 
 def make_progress(title: str, *, plain: bool, console: Console | None = None) -> Progress:
-    """Return the display for this console: the table if it is a terminal, unless `plain`."""
+    """Return a display for the console: a table if the console is a terminal and `plain` is False, otherwise lines."""
     console = console or Console()
     return TableProgress(title, console) if console.is_terminal and not plain else LineProgress(title, console)
 
 
 class LineProgress:
-    """Prints a line every few steps, and one for each note."""
+    """Prints a line for every tenth step, and a line for each note."""
 
     def __init__(self, title: str, console: Console) -> None:
         self._title = title

@@ -26,7 +26,7 @@ class RankLostError(RuntimeError):
 class Ranks:
     """One rank's view of the group. Lifecycle: `join`, then `sum` once per step; after a RankLostError `join` again.
 
-    The sum commits a step: if it succeeds, all surviving ranks have made the step; if not, they repeat it.
+    The sum commits a step. If the sum succeeds, all surviving ranks have completed the step; otherwise, they repeat it.
 
     Args:
         output: directory where the ranks find each other.
@@ -66,7 +66,7 @@ class Ranks:
         return int(steps[furthest].item()), shared
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of all ranks' values, the same on each rank; every rank must call it.
+        """Return the sum of all ranks' values, which is the same on each rank. Every rank must call this method.
 
         Raises:
             RankLostError: a rank died, and the sum failed.

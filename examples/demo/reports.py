@@ -1,4 +1,4 @@
-"""Reports of the workers to the display, also sent through the service: objects in a separate partition.
+"""Reports from the workers to the display, also sent through the service, as objects in a separate partition.
 
 A report is the summary of a step, or an event: `{"event": text}`.
 """

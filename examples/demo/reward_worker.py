@@ -37,7 +37,7 @@ def give_rewards(settings: DemoSettings, worker: int) -> None:
 
 
 def _score_partition(client: tq.Client, partition_id: str, is_stopped: Callable[[], bool]) -> bool:
-    """Add rewards to a partition until it is sealed and done; returns False if the trainer is done earlier."""
+    """Add rewards to a partition until it is sealed and done. Return False if the trainer is done earlier."""
     while True:
         meta = client.claim(
             partition_id=partition_id,

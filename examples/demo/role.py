@@ -1,7 +1,7 @@
 """Entry point of each process of the demo: `python -m examples.demo.<role> SETTINGS.json INDEX`.
 
-A process watches its standard input, which the demo keeps open. When it closes, the demo has ended in whatever way, and
-the process ends too instead of waiting for samples forever.
+A process watches its standard input, which the demo keeps open. When this input closes, the demo has ended, for
+whatever reason. The process then also ends, instead of waiting for samples forever.
 """
 
 from __future__ import annotations

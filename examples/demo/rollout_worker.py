@@ -31,8 +31,8 @@ def roll_out(settings: DemoSettings, worker: int) -> None:
 class RolloutWorker:
     """One of the workers that generate samples.
 
-    It runs ahead of the trainer: the samples of step k may come from weights up to `max_version_lag` versions older
-    than k. So it starts on step k while the trainer is still busy with earlier steps.
+    The worker runs ahead of the trainer: it may generate the samples of step k with weights up to `max_version_lag`
+    versions older than k. It can therefore start on step k while the trainer is still busy with earlier steps.
     """
 
     def __init__(self, client: tq.Client, settings: DemoSettings, worker: int) -> None:

@@ -25,14 +25,15 @@ class DemoSettings:
         address: address of the service.
         output: directory for the curves, the history and the logs of the processes.
         steps: optimizer steps of the training run.
-        seconds: longest training time in seconds.
+        seconds: maximum training time in seconds.
         seed: seed of the prompts, the sampling and the initial weights.
-        prompts_per_step: prompts per step, each answered `group_size` times; a multiple of ranks x rollout workers.
+        prompts_per_step: number of prompts per step, each answered `group_size` times. Must be a multiple of ranks x
+            rollout workers.
         group_size: responses per prompt.
         micro_batch_groups: groups per micro-batch of a rank.
-        max_version_lag: largest lag of a rollout's weights behind the trainer, in versions.
+        max_version_lag: maximum number of versions by which a rollout's weights may lag behind the trainer.
         learning_rate: learning rate of Adam.
-        unbalanced_steps: number of first steps without balanced batches, to show the difference.
+        unbalanced_steps: number of initial steps without balanced batches, to show the difference that balancing makes.
     """
 
     address: str

@@ -24,8 +24,8 @@ class StepSummary:
         solved: share of samples with reward 1.
         samples: number of samples.
         tokens: tokens of prompts and responses, by rank.
-        imbalance: the heaviest rank's tokens over the mean, minus 1.
-        waiting: mean share of the step's time that ranks waited for data.
+        imbalance: the heaviest rank's token count divided by the mean over the ranks, minus 1.
+        waiting: mean share of the step's time that ranks spent waiting for data.
         samples_per_second: rate of this step.
         version_lag: mean age of the samples' weights, in versions.
         lost: samples of the step's partition that no rank trained on.
@@ -70,7 +70,7 @@ class StepStats:
             rewards: `(n,)`.
             indexes: the `global_index` of each sample.
             tokens: tokens of prompts and responses.
-            lag_sum: sum of the ages of their weights, in versions.
+            lag_sum: sum of the ages of the samples' weights, in versions.
         """
         self.samples += rewards.numel()
         self.tokens += tokens

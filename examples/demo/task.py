@@ -1,7 +1,7 @@
 """The task of the demo: add two digits and write the sum in tally strokes, `3+4=` -> `|||||||.`.
 
-Strokes are used instead of digits for two reasons. Response lengths differ from the first step to the last, so
-balancing matters. And a nearly correct response scores better than one that is far off, so the policy learns from
+Strokes are used instead of digits for two reasons. First, response lengths differ from the first step to the last, so
+balancing matters. Second, a nearly correct response scores better than one that is far off, so the policy learns from
 rewards alone, without a supervised warm start.
 """
 
@@ -56,8 +56,8 @@ def sum_of(prompt: str) -> int:
 def score(prompt: str, response: str) -> float:
     """Return the reward of a response in [0, 1].
 
-    Half of it rewards the exact answer, ended in time. The other half shrinks with the difference between the number of
-    strokes and the sum, and with the share of other characters.
+    Half of the reward is for the exact answer, ended in time. The other half shrinks with the difference between the
+    number of strokes and the sum, and with the share of other characters.
 
     >>> score("3+4=", "|||||||.")
     1.0

@@ -30,8 +30,8 @@ from tq_service.data import StreamingDataLoader, StreamingDataset
 def train(settings: DemoSettings, rank: int) -> None:
     """Train for `settings.steps` steps or `settings.seconds`, whichever ends first.
 
-    A process that replaces a dead rank gets weights, optimizer state and step from the other rank. Both repeat the step
-    in which the rank died; the service delivers the same batches again.
+    A process that replaces a dead rank gets the weights, optimizer state and step from the other rank. Both ranks
+    repeat the step in which the rank died, and the service delivers the same batches again.
     """
     torch.manual_seed(settings.seed)  # the same initial weights on every rank
     learner = Learner(Policy(len(VOCABULARY)), learning_rate=settings.learning_rate)
@@ -71,7 +71,7 @@ def _train_step(step: int, batches: _Batches, learner: Learner, ranks: Ranks, *,
     """Train on this rank's batch of a step.
 
     Raises:
-        RankLostError: the step was not applied on any rank.
+        RankLostError: a rank was lost, so no rank applied the step.
     """
     stats = StepStats(trained=torch.zeros(batches.settings.samples_per_step, dtype=torch.float64))
     for (batch, meta), waited in timed(batches.of_step(step)):
@@ -82,7 +82,7 @@ def _train_step(step: int, batches: _Batches, learner: Learner, ranks: Ranks, *,
 
 
 class _Batches:
-    """The micro-batches of one rank; a digest of each goes to a file, for the demo to compare.
+    """The micro-batches of one rank. A digest of each is written to a file, so that the demo can compare them.
 
     Args:
         settings: settings of the run.
@@ -124,7 +124,7 @@ class _Batches:
 
 
 class _Leader:
-    """The work of rank 0 for all ranks between two steps."""
+    """The work that rank 0 does for all ranks between two steps."""
 
     def __init__(self, client: tq.Client, learner: Learner) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""Weights sent from the trainer to the rollout workers: rows of a separate partition of the service.
+"""Weights that the trainer sends to the rollout workers, as rows of a separate partition.
 
 Each version is one row with the flat parameters. Each rollout worker is a separate task, so it sees every version,
 waits for the next one without polling, and keeps the newest. Versions that are too old for rollouts are cleared.
@@ -30,7 +30,7 @@ class Weights:
 
 
 class WeightPublisher:
-    """The trainer's side: puts versions and clears the old ones."""
+    """The trainer's side, which puts new versions and clears old ones."""
 
     def __init__(self, client: tq.Client) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""A field is added to stored samples. Tasks that request it get the samples from then on."""
+"""Add a field to stored samples. From then on, tasks that request the field get the samples."""
 
 import tq_service as tq
 from tq_service.testing import ServiceProcess

@@ -1,4 +1,4 @@
-"""Rollouts and training overlap. Samples are at most one version late, and are cleared once they are trained."""
+"""Rollouts and training overlap. Samples are at most one version late, and are cleared after training."""
 
 from concurrent.futures import ThreadPoolExecutor
 

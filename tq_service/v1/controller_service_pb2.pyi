@@ -30,21 +30,21 @@ class _ReleaseWhen:
 class _ReleaseWhenEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ReleaseWhen.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     RELEASE_WHEN_UNSPECIFIED: _ReleaseWhen.ValueType  # 0
-    """Unset: progress of tasks does not release samples."""
+    """Unset: the progress of tasks does not release samples."""
     RELEASE_WHEN_TRAINED: _ReleaseWhen.ValueType  # 1
-    """Their batch was trained (Advance), or they were acknowledged."""
+    """The samples' batch was trained on (Advance), or the samples were acknowledged."""
     RELEASE_WHEN_SAVED: _ReleaseWhen.ValueType  # 2
-    """A checkpoint of the trainer covers their batch (Advance), or they were acknowledged."""
+    """A trainer checkpoint covers the samples' batch (Advance), or the samples were acknowledged."""
 
 class ReleaseWhen(_ReleaseWhen, metaclass=_ReleaseWhenEnumTypeWrapper):
-    """Progress of a task that releases the samples delivered to it."""
+    """The task progress that releases the samples delivered to the task."""
 
 RELEASE_WHEN_UNSPECIFIED: ReleaseWhen.ValueType  # 0
-"""Unset: progress of tasks does not release samples."""
+"""Unset: the progress of tasks does not release samples."""
 RELEASE_WHEN_TRAINED: ReleaseWhen.ValueType  # 1
-"""Their batch was trained (Advance), or they were acknowledged."""
+"""The samples' batch was trained on (Advance), or the samples were acknowledged."""
 RELEASE_WHEN_SAVED: ReleaseWhen.ValueType  # 2
-"""A checkpoint of the trainer covers their batch (Advance), or they were acknowledged."""
+"""A trainer checkpoint covers the samples' batch (Advance), or the samples were acknowledged."""
 global___ReleaseWhen = ReleaseWhen
 
 class _GivenBack:
@@ -58,9 +58,9 @@ class _GivenBackEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     GIVEN_BACK_DELIVERED: _GivenBack.ValueType  # 1
     """On delivery."""
     GIVEN_BACK_TRAINED: _GivenBack.ValueType  # 2
-    """When their batch was trained (Advance), or the samples were acknowledged."""
+    """Once the samples' batch has been trained on (Advance), or the samples have been acknowledged."""
     GIVEN_BACK_PUBLISHED: _GivenBack.ValueType  # 3
-    """When the next version of the policy is published after that."""
+    """Once the next version of the policy is published after the training or acknowledgement."""
 
 class GivenBack(_GivenBack, metaclass=_GivenBackEnumTypeWrapper):
     """When samples delivered to a task stop counting as outstanding."""
@@ -70,9 +70,9 @@ GIVEN_BACK_UNSPECIFIED: GivenBack.ValueType  # 0
 GIVEN_BACK_DELIVERED: GivenBack.ValueType  # 1
 """On delivery."""
 GIVEN_BACK_TRAINED: GivenBack.ValueType  # 2
-"""When their batch was trained (Advance), or the samples were acknowledged."""
+"""Once the samples' batch has been trained on (Advance), or the samples have been acknowledged."""
 GIVEN_BACK_PUBLISHED: GivenBack.ValueType  # 3
-"""When the next version of the policy is published after that."""
+"""Once the next version of the policy is published after the training or acknowledgement."""
 global___GivenBack = GivenBack
 
 class _Overflow:
@@ -84,24 +84,24 @@ class _OverflowEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     OVERFLOW_UNSPECIFIED: _Overflow.ValueType  # 0
     """Unset: their put waits."""
     OVERFLOW_WAIT: _Overflow.ValueType  # 1
-    """Their put waits until enough others are no longer outstanding."""
+    """Their put waits until enough other units are no longer outstanding."""
     OVERFLOW_DROP_LOWEST: _Overflow.ValueType  # 2
-    """Pending units with the lowest priority are cleared in the step that creates the samples. Not cleared are units that
-    are held, leased, in an untrained batch of ranks (Advance), or in an incomplete group. If too few can be cleared,
-    the put waits.
+    """Pending units with the lowest priority are cleared in the step that creates the samples. Units that are held,
+    leased, in a batch that ranks have yet to train on (Advance), or in an incomplete group are not cleared. If too few
+    units can be cleared, the put waits.
     """
 
 class Overflow(_Overflow, metaclass=_OverflowEnumTypeWrapper):
-    """Treatment of new samples that would exceed `Admission.most`."""
+    """How to handle new samples that would exceed `Admission.most`."""
 
 OVERFLOW_UNSPECIFIED: Overflow.ValueType  # 0
 """Unset: their put waits."""
 OVERFLOW_WAIT: Overflow.ValueType  # 1
-"""Their put waits until enough others are no longer outstanding."""
+"""Their put waits until enough other units are no longer outstanding."""
 OVERFLOW_DROP_LOWEST: Overflow.ValueType  # 2
-"""Pending units with the lowest priority are cleared in the step that creates the samples. Not cleared are units that
-are held, leased, in an untrained batch of ranks (Advance), or in an incomplete group. If too few can be cleared,
-the put waits.
+"""Pending units with the lowest priority are cleared in the step that creates the samples. Units that are held,
+leased, in a batch that ranks have yet to train on (Advance), or in an incomplete group are not cleared. If too few
+units can be cleared, the put waits.
 """
 global___Overflow = Overflow
 
@@ -116,20 +116,20 @@ class _LateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     LATE_WAIT: _Late.ValueType  # 1
     """Plans wait for this work."""
     LATE_EVICT: _Late.ValueType  # 2
-    """The work is evicted, including held and leased samples, as GetMetaRequest.unmatched specifies; if that is unset,
-    the work fails.
+    """The work is evicted, including held and leased samples, as `GetMetaRequest.unmatched` specifies. If `unmatched` is
+    unset, the work fails.
     """
 
 class Late(_Late, metaclass=_LateEnumTypeWrapper):
-    """Treatment of work that a plan would make too stale."""
+    """How to handle unfinished work that a plan would make too stale."""
 
 LATE_UNSPECIFIED: Late.ValueType  # 0
 """Unset: plans wait for this work."""
 LATE_WAIT: Late.ValueType  # 1
 """Plans wait for this work."""
 LATE_EVICT: Late.ValueType  # 2
-"""The work is evicted, including held and leased samples, as GetMetaRequest.unmatched specifies; if that is unset,
-the work fails.
+"""The work is evicted, including held and leased samples, as `GetMetaRequest.unmatched` specifies. If `unmatched` is
+unset, the work fails.
 """
 global___Late = Late
 
@@ -144,11 +144,13 @@ class _BatchUnitEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     BATCH_UNIT_SAMPLE: _BatchUnit.ValueType  # 1
     """Samples."""
     BATCH_UNIT_GROUP: _BatchUnit.ValueType  # 2
-    """Complete groups, each with all its members and closed rollouts. A rollout without a group counts as a group, and so
-    does a sample with neither.
+    """Complete groups, each with all its members and only closed rollouts. A rollout without a group counts as a group,
+    as does a sample with neither.
     """
     BATCH_UNIT_ROLLOUT: _BatchUnit.ValueType  # 3
-    """Closed rollouts of any group, each with all its samples. A sample without a rollout counts as one."""
+    """Closed rollouts, regardless of their groups, each with all its samples. A sample without a rollout counts as a
+    rollout.
+    """
 
 class BatchUnit(_BatchUnit, metaclass=_BatchUnitEnumTypeWrapper):
     """Unit of `batch_size` and `min_batch_size`."""
@@ -158,11 +160,13 @@ BATCH_UNIT_UNSPECIFIED: BatchUnit.ValueType  # 0
 BATCH_UNIT_SAMPLE: BatchUnit.ValueType  # 1
 """Samples."""
 BATCH_UNIT_GROUP: BatchUnit.ValueType  # 2
-"""Complete groups, each with all its members and closed rollouts. A rollout without a group counts as a group, and so
-does a sample with neither.
+"""Complete groups, each with all its members and only closed rollouts. A rollout without a group counts as a group,
+as does a sample with neither.
 """
 BATCH_UNIT_ROLLOUT: BatchUnit.ValueType  # 3
-"""Closed rollouts of any group, each with all its samples. A sample without a rollout counts as one."""
+"""Closed rollouts, regardless of their groups, each with all its samples. A sample without a rollout counts as a
+rollout.
+"""
 global___BatchUnit = BatchUnit
 
 class _Operator:
@@ -174,41 +178,41 @@ class _OperatorEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     OPERATOR_UNSPECIFIED: _Operator.ValueType  # 0
     """Rejected with INVALID_ARGUMENT."""
     OPERATOR_EQ: _Operator.ValueType  # 1
-    """The value equals that of the condition."""
+    """The sample's value equals the condition's value."""
     OPERATOR_NE: _Operator.ValueType  # 2
-    """The value differs from that of the condition."""
+    """The sample's value differs from the condition's value."""
     OPERATOR_LT: _Operator.ValueType  # 3
-    """The value is less than that of the condition."""
+    """The sample's value is less than the condition's value."""
     OPERATOR_LE: _Operator.ValueType  # 4
-    """The value is at most that of the condition."""
+    """The sample's value is at most the condition's value."""
     OPERATOR_GT: _Operator.ValueType  # 5
-    """The value is greater than that of the condition."""
+    """The sample's value is greater than the condition's value."""
     OPERATOR_GE: _Operator.ValueType  # 6
-    """The value is at least that of the condition."""
+    """The sample's value is at least the condition's value."""
     OPERATOR_IN: _Operator.ValueType  # 7
-    """The value equals one of those of the condition."""
+    """The sample's value equals one of the condition's values."""
 
 class Operator(_Operator, metaclass=_OperatorEnumTypeWrapper):
-    """Comparison of a value of a custom_meta column. Numbers and booleans (0 and 1) compare by value regardless of type,
-    text by code points. NaN equals nothing and differs from every value, including itself.
+    """How to compare a value in a custom_meta column. Numbers and booleans (0 and 1) are compared by value, regardless of
+    type. Text is compared by code points. NaN differs from every value, including itself.
     """
 
 OPERATOR_UNSPECIFIED: Operator.ValueType  # 0
 """Rejected with INVALID_ARGUMENT."""
 OPERATOR_EQ: Operator.ValueType  # 1
-"""The value equals that of the condition."""
+"""The sample's value equals the condition's value."""
 OPERATOR_NE: Operator.ValueType  # 2
-"""The value differs from that of the condition."""
+"""The sample's value differs from the condition's value."""
 OPERATOR_LT: Operator.ValueType  # 3
-"""The value is less than that of the condition."""
+"""The sample's value is less than the condition's value."""
 OPERATOR_LE: Operator.ValueType  # 4
-"""The value is at most that of the condition."""
+"""The sample's value is at most the condition's value."""
 OPERATOR_GT: Operator.ValueType  # 5
-"""The value is greater than that of the condition."""
+"""The sample's value is greater than the condition's value."""
 OPERATOR_GE: Operator.ValueType  # 6
-"""The value is at least that of the condition."""
+"""The sample's value is at least the condition's value."""
 OPERATOR_IN: Operator.ValueType  # 7
-"""The value equals one of those of the condition."""
+"""The sample's value equals one of the condition's values."""
 global___Operator = Operator
 
 class _OnLost:
@@ -220,19 +224,19 @@ class _OnLostEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     ON_LOST_UNSPECIFIED: _OnLost.ValueType  # 0
     """Unset: REQUEUE."""
     ON_LOST_REQUEUE: _OnLost.ValueType  # 1
-    """Other workers can claim them, with their content."""
+    """Other workers can claim the slots with their content."""
     ON_LOST_FAIL: _OnLost.ValueType  # 2
     """They fail."""
     ON_LOST_REMOVE: _OnLost.ValueType  # 3
     """They are removed."""
 
 class OnLost(_OnLost, metaclass=_OnLostEnumTypeWrapper):
-    """Treatment of slots that are still held when their lease runs out."""
+    """How to handle slots that are still held when their lease expires."""
 
 ON_LOST_UNSPECIFIED: OnLost.ValueType  # 0
 """Unset: REQUEUE."""
 ON_LOST_REQUEUE: OnLost.ValueType  # 1
-"""Other workers can claim them, with their content."""
+"""Other workers can claim the slots with their content."""
 ON_LOST_FAIL: OnLost.ValueType  # 2
 """They fail."""
 ON_LOST_REMOVE: OnLost.ValueType  # 3
@@ -248,25 +252,26 @@ class _UnmatchedEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     UNMATCHED_UNSPECIFIED: _Unmatched.ValueType  # 0
     """Unset: WAIT."""
     UNMATCHED_WAIT: _Unmatched.ValueType  # 1
-    """They stay: another value may still be written, and other tasks may claim them."""
+    """The samples stay: another value may still be written, and other tasks may claim the samples."""
     UNMATCHED_FAIL: _Unmatched.ValueType  # 2
-    """They fail, for all tasks, and their bytes are freed."""
+    """The samples fail for all tasks, and their bytes are freed."""
     UNMATCHED_CLEAR: _Unmatched.ValueType  # 3
-    """They are cleared. For a group this includes failed members, so its name may be reused."""
+    """They are cleared. If a group is cleared, its failed members are also cleared, so the group's name may be reused."""
 
 class Unmatched(_Unmatched, metaclass=_UnmatchedEnumTypeWrapper):
-    """Treatment of samples that the conditions of a claim exclude. A value excludes its sample unless a later version of a
-    policy may satisfy the condition; a missing value excludes a sample whose data is all stored.
+    """How to handle samples that a claim's conditions exclude. A value that does not satisfy a condition excludes its
+    sample, unless a later version of a policy may satisfy the condition. A missing value excludes a sample only if all
+    of the sample's data is stored.
     """
 
 UNMATCHED_UNSPECIFIED: Unmatched.ValueType  # 0
 """Unset: WAIT."""
 UNMATCHED_WAIT: Unmatched.ValueType  # 1
-"""They stay: another value may still be written, and other tasks may claim them."""
+"""The samples stay: another value may still be written, and other tasks may claim the samples."""
 UNMATCHED_FAIL: Unmatched.ValueType  # 2
-"""They fail, for all tasks, and their bytes are freed."""
+"""The samples fail for all tasks, and their bytes are freed."""
 UNMATCHED_CLEAR: Unmatched.ValueType  # 3
-"""They are cleared. For a group this includes failed members, so its name may be reused."""
+"""They are cleared. If a group is cleared, its failed members are also cleared, so the group's name may be reused."""
 global___Unmatched = Unmatched
 
 class _SampleConsumption:
@@ -278,15 +283,15 @@ class _SampleConsumptionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapp
     SAMPLE_CONSUMPTION_UNSPECIFIED: _SampleConsumption.ValueType  # 0
     """Never sent."""
     SAMPLE_CONSUMPTION_LEFT: _SampleConsumption.ValueType  # 1
-    """Not delivered in this epoch, or to be redelivered: the sample is left for the task, ready or not."""
+    """Left for the task, whether or not it is ready: not delivered in this epoch, or due for redelivery."""
     SAMPLE_CONSUMPTION_LEASED: _SampleConsumption.ValueType  # 2
     """Leased to a queue worker that has not acknowledged it; counted as consumed."""
     SAMPLE_CONSUMPTION_CONSUMED: _SampleConsumption.ValueType  # 3
-    """Consumed: in a batch of a rank, delivered to a queue worker without a lease, or acknowledged."""
+    """Consumed: included in a rank's batch, delivered to a queue worker without a lease, or acknowledged."""
     SAMPLE_CONSUMPTION_DEAD_LETTERED: _SampleConsumption.ValueType  # 4
     """Delivered `max_deliveries` times without being acknowledged; not counted as consumed."""
     SAMPLE_CONSUMPTION_DROPPED: _SampleConsumption.ValueType  # 5
-    """Dropped from a batch by its sampler, as with the option `overlong` "drop"; not counted as consumed."""
+    """Dropped from a batch by its sampler, for example with `overlong` set to "drop"; not counted as consumed."""
 
 class SampleConsumption(_SampleConsumption, metaclass=_SampleConsumptionEnumTypeWrapper):
     """State of a sample for a task."""
@@ -294,15 +299,15 @@ class SampleConsumption(_SampleConsumption, metaclass=_SampleConsumptionEnumType
 SAMPLE_CONSUMPTION_UNSPECIFIED: SampleConsumption.ValueType  # 0
 """Never sent."""
 SAMPLE_CONSUMPTION_LEFT: SampleConsumption.ValueType  # 1
-"""Not delivered in this epoch, or to be redelivered: the sample is left for the task, ready or not."""
+"""Left for the task, whether or not it is ready: not delivered in this epoch, or due for redelivery."""
 SAMPLE_CONSUMPTION_LEASED: SampleConsumption.ValueType  # 2
 """Leased to a queue worker that has not acknowledged it; counted as consumed."""
 SAMPLE_CONSUMPTION_CONSUMED: SampleConsumption.ValueType  # 3
-"""Consumed: in a batch of a rank, delivered to a queue worker without a lease, or acknowledged."""
+"""Consumed: included in a rank's batch, delivered to a queue worker without a lease, or acknowledged."""
 SAMPLE_CONSUMPTION_DEAD_LETTERED: SampleConsumption.ValueType  # 4
 """Delivered `max_deliveries` times without being acknowledged; not counted as consumed."""
 SAMPLE_CONSUMPTION_DROPPED: SampleConsumption.ValueType  # 5
-"""Dropped from a batch by its sampler, as with the option `overlong` "drop"; not counted as consumed."""
+"""Dropped from a batch by its sampler, for example with `overlong` set to "drop"; not counted as consumed."""
 global___SampleConsumption = SampleConsumption
 
 class _EvictionReason:
@@ -354,8 +359,8 @@ class _RefillOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     REFILL_OUTCOME_USED_UP: _RefillOutcome.ValueType  # 4
     """The sample has already been refilled `max_refills` times."""
     REFILL_OUTCOME_GIVEN_UP: _RefillOutcome.ValueType  # 5
-    """The task will never receive the sample, because it failed, was dead-lettered, dropped or skipped, or the ranks have
-    reached their end.
+    """The task will never receive the sample, because the sample failed, was dead-lettered, dropped or skipped, or
+    because the ranks have reached their end.
     """
 
 class RefillOutcome(_RefillOutcome, metaclass=_RefillOutcomeEnumTypeWrapper):
@@ -372,8 +377,8 @@ REFILL_OUTCOME_UNKNOWN: RefillOutcome.ValueType  # 3
 REFILL_OUTCOME_USED_UP: RefillOutcome.ValueType  # 4
 """The sample has already been refilled `max_refills` times."""
 REFILL_OUTCOME_GIVEN_UP: RefillOutcome.ValueType  # 5
-"""The task will never receive the sample, because it failed, was dead-lettered, dropped or skipped, or the ranks have
-reached their end.
+"""The task will never receive the sample, because the sample failed, was dead-lettered, dropped or skipped, or
+because the ranks have reached their end.
 """
 global___RefillOutcome = RefillOutcome
 
@@ -394,45 +399,50 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     SAMPLES_PER_ROUND_FIELD_NUMBER: builtins.int
     RELEASE_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
     """Name of the partition: 1 to 512 printable characters, such as "train@step_12"."""
     expected_samples: builtins.int
-    """Number of samples at which the partition is sealed automatically, 0 or more. The write that reaches the number
-    seals it and may exceed it. Unset: only SealPartition seals it.
+    """Number of samples at which the partition is sealed automatically, 0 or more. The write that reaches this number
+    seals the partition, and may exceed the number. Unset: only SealPartition seals the partition.
     """
     default_layout: tq_service.v1.metadata_pb2.Layout.ValueType
-    """Layout of tensor fields with no declared layout: AUTO, DENSE or JAGGED. Unset: AUTO. Scalars are dense even under
-    JAGGED, since they do not have a dimension that could be ragged.
+    """Layout of tensor fields that do not declare a layout: AUTO, DENSE or JAGGED. Unset: AUTO. With JAGGED, scalars are
+    still dense, since they have no dimension that could be ragged.
     """
     max_bytes: builtins.int
-    """Maximum bytes of the samples' values; a put of new samples waits for capacity. Unset: only the quotas of the
-    storage services limit it.
+    """Maximum total size of the samples' values in bytes. Puts of new samples wait for capacity. Unset: only the storage
+    services' quotas limit the size.
     """
     samples_per_round: builtins.int
-    """Samples per round, 1 or more, if samples come in rounds and consumers need to know when a round is done. A task is
-    then complete, even without a seal, while the number of inserted samples is a multiple of this and it has consumed
-    all of them. Unset: no rounds.
+    """Number of samples per round, 1 or more. Set this number if samples arrive in rounds, and consumers need to know
+    when a round is done. A task is then complete, even without a seal, while it has consumed all inserted samples and
+    their number is a positive multiple of the round size. Unset: no rounds.
     """
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.FieldSpec]:
-        """Fields known in advance. The first put fixes anything a spec leaves open, until the last cell is removed. Empty:
-        the first put fixes every field.
+        """Declarations of fields. The first put to a field determines whatever its declaration omits, until the field's last
+        cell is removed. Empty: the first put determines every field.
         """
 
     @property
     def admissions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Admission]:
-        """Limits on outstanding work per task; a put of new samples waits until all of them admit it. Empty: unlimited."""
+        """Limits on the outstanding work of each task. A put of new samples waits until all limits admit the put. Empty:
+        unlimited.
+        """
 
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of all tasks that may consume the partition. They exist from the start; any other task is NOT_FOUND
-        (TASK_NOT_FOUND). Empty: any task may consume the partition and is created by its first claim.
+        """Names of all tasks that may consume the partition. These tasks exist from the start. A call for any other task
+        fails with NOT_FOUND (TASK_NOT_FOUND). Empty: any task may consume the partition, and the first claim of a task
+        creates the task.
         """
 
     @property
     def release(self) -> global___Release:
-        """Rules for clearing samples automatically. Unset: they are never cleared automatically."""
+        """Rules for clearing samples automatically. Unset: samples are never cleared automatically."""
 
     def __init__(
         self,
@@ -461,8 +471,9 @@ global___CreatePartitionRequest = CreatePartitionRequest
 
 @typing.final
 class Release(google.protobuf.message.Message):
-    """Rules for clearing samples automatically, in the same step that makes them due. Groups are cleared together. Held
-    samples and samples leased to a worker of any task are never cleared. At least one of `when` and `ttl` must be set.
+    """Rules for clearing samples automatically. Samples are cleared in the same step that makes them due. All members of a
+    group are cleared together. Samples that are held, or leased to a worker of any task, are never cleared. At least one
+    of `when` and `ttl` must be set.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -472,18 +483,19 @@ class Release(google.protobuf.message.Message):
     TTL_FIELD_NUMBER: builtins.int
     when: global___ReleaseWhen.ValueType
     """Progress that all of `tasks` must have made. Samples that failed, or were skipped with their group, do not wait for
-    tasks. Unset: samples are released only by age.
+    this progress. Unset: samples are released only by age.
     """
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """With `when`: the tasks that must have made this progress. Their queue claims need a lease (FAILED_PRECONDITION).
-        Empty: all `tasks` of the partition.
+        """With `when`: the tasks that must have made this progress. Queue claims of these tasks must have a lease; otherwise,
+        they fail with FAILED_PRECONDITION. Empty: all `tasks` of the partition.
         """
 
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration:
-        """Age, more than 0, at which samples are released, unless they are in a batch that one of `tasks` has yet to train or
-        save. Counted from the put, from becoming live, or from the start of the service. Unset: no age limit.
+        """Age, more than 0, at which samples are released. Samples are kept while one of `tasks` has yet to train on or save
+        their batch. The age is counted from the put, from when the sample becomes live, or from the start of the service,
+        whichever is latest. Unset: no age limit.
         """
 
     def __init__(
@@ -500,7 +512,9 @@ global___Release = Release
 
 @typing.final
 class Admission(google.protobuf.message.Message):
-    """Limits the outstanding work of one task: pending units, and delivered units that `given_back` still counts."""
+    """Limits the outstanding work of one task: pending units, and delivered units that still count as outstanding under
+    `given_back`.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -519,50 +533,50 @@ class Admission(google.protobuf.message.Message):
     MIN_SIZE_TO_SAMPLE_FIELD_NUMBER: builtins.int
     ERROR_BUFFER_FIELD_NUMBER: builtins.int
     task_name: builtins.str
-    """The task that producers wait for. Before its first claim, all samples are pending for it."""
+    """The task that producers wait for. Before the task's first claim, all samples are pending."""
     most: builtins.int
     """Maximum outstanding units, 1 or more. 0: derived from `max_staleness`."""
     unit: global___BatchUnit.ValueType
-    """Unit of `most`. For groups and rollouts, a sample without one counts as one, and further members of one that has
-    begun do not count. Unset: samples.
+    """Unit of `most`. A sample without a group or rollout counts as one unit. Further members of a group or rollout that
+    already has members do not count. Unset: samples.
     """
     given_back: global___GivenBack.ValueType
     """When delivered units stop counting as outstanding. Unset: on delivery."""
     policy: builtins.str
-    """The policy of GIVEN_BACK_PUBLISHED. Empty: "default"."""
+    """The policy to which GIVEN_BACK_PUBLISHED refers. Empty: "default"."""
     max_staleness: builtins.int
-    """Maximum number of versions published between the creation of a sample's slot and its training, 0 or more. Requires
-    `global_batch`. Sets `most` to (max_staleness + 1) * global_batch and `given_back` to GIVEN_BACK_PUBLISHED; samples
-    must then be created by Acquire. Unset: unlimited.
+    """Maximum number of versions published after a sample's slot is created and before the sample is trained on, 0 or
+    more. Requires `global_batch`. Sets `most` to (max_staleness + 1) * global_batch and `given_back` to
+    GIVEN_BACK_PUBLISHED; samples must then be created by Acquire. Unset: unlimited.
     """
     global_batch: builtins.int
     """With `max_staleness`: number of units that all ranks together consume per version, 1 or more."""
     late: global___Late.ValueType
-    """With `max_staleness`: treatment of unfinished units that would become too stale if a batch were planned before
-    them, and thus delay it. Unset: batches wait for them.
+    """With `max_staleness`: how to handle unfinished units that delay a batch because planning the batch first would make
+    these units too stale. Unset: batches wait for these units.
     """
     most_running: builtins.int
-    """Maximum number of held units, those being generated: new held samples wait until others become live, fail or are
-    cleared. 0: unlimited.
+    """Maximum number of held units, whose content is still being generated. New held samples wait until other held
+    samples become live, fail or are cleared. 0: unlimited.
     """
     overflow: global___Overflow.ValueType
-    """Treatment of new samples that would exceed `most`. Unset: their put waits."""
+    """How to handle new samples that would exceed `most`. Unset: their put waits."""
     priority_key: builtins.str
-    """With OVERFLOW_DROP_LOWEST: custom_meta column that holds a sample's priority; a group's priority is the mean of its
-    members'. Units without a value are dropped last, and the oldest first among equals. Empty: the oldest units are
-    dropped first.
+    """With OVERFLOW_DROP_LOWEST: custom_meta column that contains each sample's priority. A group's priority is the mean
+    of its members' priorities. Units without a priority are dropped last. Among units of equal priority, the oldest
+    are dropped first. Empty: the oldest units are dropped first.
     """
     samples_per_insert: builtins.float
-    """Average number of deliveries to the task per inserted sample: its batches wait if it received too many, and puts of
-    new samples wait if it received too few. 0: unlimited.
+    """Target number of deliveries to the task per inserted sample, on average. The task's batches wait above this ratio,
+    and puts of new samples wait below it. 0: unlimited.
     """
     min_size_to_sample: builtins.int
-    """With `samples_per_insert`: number of samples to insert before the first batch; the ratio counts later ones only. 0:
-    1.
+    """With `samples_per_insert`: number of samples that must be inserted before the first batch. Only samples inserted
+    later count toward the ratio. 0: 1.
     """
     error_buffer: builtins.int
-    """With `samples_per_insert`: number of deliveries that the task may be ahead of or behind the ratio; at least 1 and
-    at least `samples_per_insert`.
+    """With `samples_per_insert`: maximum deviation from the ratio, as a number of deliveries. At least 1, and at least
+    `samples_per_insert`.
     """
     def __init__(
         self,
@@ -596,7 +610,7 @@ class CreatePartitionResponse(google.protobuf.message.Message):
 
     INCARNATION_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
-    """Id of this incarnation: 16 random bytes, new when the partition is recreated after a clear."""
+    """Id of this incarnation: 16 random bytes. A partition that is recreated after a clear has a new incarnation."""
     def __init__(
         self,
         *,
@@ -616,11 +630,15 @@ class SealPartitionRequest(google.protobuf.message.Message):
     PARTITION_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
     """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     def __init__(
         self,
         *,
@@ -659,10 +677,14 @@ class InsertRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     WRITE_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     @property
     def write(self) -> tq_service.v1.commit_pb2.SampleWrite:
-        """Number, keys, groups, rollouts, state and custom_meta of the samples. All are new, so no `global_indexes`."""
+        """Number, keys, groups, rollouts, state and custom_meta of the samples. All samples are new, so `global_indexes` must
+        be empty.
+        """
 
     def __init__(
         self,
@@ -684,8 +706,8 @@ class InsertResponse(google.protobuf.message.Message):
     META_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """Partition, incarnation and indexes. Omits the values that the client sent itself (keys, groups, rollouts,
-        custom_meta).
+        """Partition, incarnation and indexes. Values that the client itself sent (keys, groups, rollouts, custom_meta) are
+        omitted.
         """
 
     def __init__(
@@ -752,8 +774,9 @@ class Condition(google.protobuf.message.Message):
 
     @property
     def published(self) -> global___PublishedVersion:
-        """Version to compare with instead of `values`, by OPERATOR_LT, _LE, _GT or _GE: the version published when the
-        samples are checked. A batch is checked once, when it is planned, so all ranks use the same version.
+        """Version to compare with instead of `values`, using OPERATOR_LT, _LE, _GT or _GE: the version that is published when
+        the samples are checked. The samples of a batch are checked once, when the batch is planned, so all ranks use the
+        same version.
         """
 
     def __init__(
@@ -800,8 +823,8 @@ class Order(google.protobuf.message.Message):
     COLUMN_FIELD_NUMBER: builtins.int
     DESCENDING_FIELD_NUMBER: builtins.int
     column: builtins.str
-    """Name of the column, not empty. Samples without a typed value come last; ties are ordered by index; NaN is the
-    largest.
+    """Name of the column, not empty. Samples without a typed value come last. Equal values are ordered by index. NaN is
+    the largest value.
     """
     descending: builtins.bool
     """Whether the largest value comes first. Unset: the smallest."""
@@ -831,25 +854,26 @@ class AcquireRequest(google.protobuf.message.Message):
     HOLDING_FIELD_NUMBER: builtins.int
     ACK_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change and of the claim: 16 random bytes made by the client, the same on each retry. Other lengths:
-    INVALID_ARGUMENT.
+    """Id of this change and of the claim: 16 random bytes, generated by the client and reused for every retry. Other
+    lengths: INVALID_ARGUMENT.
     """
     task_name: builtins.str
-    """The task of the rollout workers, 1 to 512 printable characters."""
+    """The task that the rollout workers run, 1 to 512 printable characters."""
     on_lost: global___OnLost.ValueType
-    """Treatment of slots that are still held when the lease runs out."""
+    """How to handle slots that are still held when the lease expires."""
     policy: builtins.str
-    """Policy whose published version becomes the slots' `start_version`. If an admission has a `max_staleness`, it must
-    be the policy of that admission, which is also the default. Otherwise empty: no `start_version`.
+    """Policy whose published version becomes the slots' `start_version`. If an admission sets `max_staleness`, this
+    policy must be the admission's policy, which is also the default. Without such an admission, an empty name means
+    that no `start_version` is set.
     """
     ack: builtins.bool
-    """Whether to acknowledge the samples of `holding` in the same step, as AckClaim does: a prompt is done once it has
-    slots. Requires `holding`.
+    """Whether to acknowledge the samples of `holding` in the same step, as AckClaim does: a prompt, for example, is done
+    once it has slots. Requires `holding`.
     """
     @property
     def write(self) -> tq_service.v1.commit_pb2.SampleWrite:
-        """The new samples: number, keys, groups and custom_meta. Leave `state` unset; they are held. The partition must
-        exist.
+        """The new samples: number, keys, groups and custom_meta. Leave `state` unset, since slots are always held. The
+        partition must exist.
         """
 
     @property
@@ -858,13 +882,16 @@ class AcquireRequest(google.protobuf.message.Message):
 
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
-        """Maximum wait for capacity; the service may shorten it, by default to 60 s. Unset: the service answers at once."""
+        """Maximum time to wait for capacity. The service may shorten this time, by default to 60 s. Unset: the service
+        responds immediately.
+        """
 
     @property
     def holding(self) -> global___HeldSamples:
-        """Samples that the worker must still hold, such as the current turn of the rollout that the slots continue, or their
-        prompt. LEASE_EXPIRED if their claim has lost them, SAMPLE_NOT_FOUND if they were cleared. A worker that was
-        presumed dead thus receives no slots. Unset: not checked.
+        """Samples that the worker must still hold, such as the slots' prompt, or the current turn of the rollout that the
+        slots continue. The call fails with LEASE_EXPIRED if the worker's claim has lost these samples, and with
+        SAMPLE_NOT_FOUND if they were cleared. A worker that was presumed dead therefore receives no slots. Unset: not
+        checked.
         """
 
     def __init__(
@@ -896,16 +923,16 @@ class HeldSamples(google.protobuf.message.Message):
     CLAIM_FIELD_NUMBER: builtins.int
     GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """Name of their partition."""
+    """Name of the samples' partition."""
     incarnation: builtins.bytes
     """Incarnation for which `global_indexes` were returned. Empty: any."""
     @property
     def claim(self) -> tq_service.v1.metadata_pb2.LeasedClaim:
-        """The claim that holds or has acknowledged them."""
+        """The claim that holds the samples or has acknowledged them."""
 
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """At least one of its samples."""
+        """One or more samples of the claim."""
 
     def __init__(
         self,
@@ -929,7 +956,9 @@ class AcquireResponse(google.protobuf.message.Message):
     META_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """BATCH: the slots, in the form of a leased claim of GetMeta. NOT_YET: no capacity. END: the partition is sealed."""
+        """BATCH: the slots, in the same form as a leased claim of GetMeta. NOT_YET: no capacity. END: the partition is
+        sealed.
+        """
 
     def __init__(
         self,
@@ -943,9 +972,7 @@ global___AcquireResponse = AcquireResponse
 
 @typing.final
 class GetMetaRequest(google.protobuf.message.Message):
-    """Requests a batch: for a trainer rank with `dp_rank`, `dp_size` and `batch_index`, for a queue worker with none of the
-    three.
-    """
+    """Requests a batch. A trainer rank sets `dp_rank`, `dp_size` and `batch_index`; a queue worker sets none of the three."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -985,21 +1012,27 @@ class GetMetaRequest(google.protobuf.message.Message):
     TOTALS_FIELD_NUMBER: builtins.int
     STEP_TIMES_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition. The call waits if it does not exist yet."""
+    """The partition. If the partition does not exist yet, the call waits."""
     task_name: builtins.str
-    """The consumer, 1 to 512 printable characters; created by its first claim, unless the partition was created with
-    `tasks`. Tasks consume a partition independently.
+    """The task that consumes the samples, 1 to 512 printable characters. Its first claim creates the task, unless the
+    partition was created with `tasks`. Tasks consume a partition independently.
     """
     batch_size: builtins.int
     """Number of units (`batch_unit`) for each rank, or for the queue worker; 1 or more, at most 2^24 over all ranks."""
     min_batch_size: builtins.int
-    """Queue workers: minimum to deliver before the end, 1 to `batch_size`. 0: `batch_size`. Ranks leave it 0."""
+    """Queue workers: minimum number of units to deliver before the end, 1 to `batch_size`. 0: `batch_size`. Ranks leave
+    this field at 0.
+    """
     batch_unit: global___BatchUnit.ValueType
     """Unit of `batch_size` and `min_batch_size`. Unset: samples."""
     micro_batch_size: builtins.int
-    """Samples per micro-batch. 0, or more than the batch has: the batch is one micro-batch."""
+    """Number of samples per micro-batch. If this number is 0 or exceeds the size of the batch, the batch is one
+    micro-batch.
+    """
     sampler: builtins.str
     """Name of the sampler, from ListSamplers. Empty: "sequential"."""
     dp_rank: builtins.int
@@ -1007,73 +1040,82 @@ class GetMetaRequest(google.protobuf.message.Message):
     dp_size: builtins.int
     """Number of ranks; the first claim of an epoch fixes it."""
     batch_index: builtins.int
-    """Index of the batch in the epoch, from 0; each rank increments it after each batch. Earlier batches are planned
-    first if necessary. NOT_YET until there are enough samples for all of them.
+    """Index of the batch in the epoch, starting at 0. Each rank increments its index after each batch. If necessary,
+    earlier batches are planned first. The status is NOT_YET until there are enough samples for all of these batches.
     """
     drop_last: builtins.bool
-    """Whether to drop a short last batch and count its samples in `left_over_count`. Unset: it is delivered."""
+    """Whether to drop the last batch if it is too short, and count its samples in `left_over_count`. Unset: the last
+    batch is delivered.
+    """
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     epoch: builtins.int
-    """Expected epoch, which counts the resets of the task. STALE_EPOCH if it differs. Unset: any."""
+    """Expected epoch of the task. Each reset, and each restart of the ranks, starts a new epoch. The call fails with
+    STALE_EPOCH if the task is at another epoch. Unset: any.
+    """
     finite: builtins.bool
-    """Whether the task also ends when all samples inserted so far are consumed. Unset: it can end only after the
+    """Whether the task also ends when all samples inserted so far are consumed. Unset: the task can end only after the
     partition is sealed.
     """
     max_deliveries: builtins.int
-    """Queue workers with a lease: maximum deliveries of a sample to the task. If the lease of this claim runs out,
-    samples that have reached it, including this delivery, are dead-lettered; the others can be claimed again. Released
-    samples do not count as delivered. 0: unlimited.
+    """Queue workers with a lease: maximum number of deliveries of a sample to the task. When the lease of this claim
+    expires, samples that have reached this number, including the current delivery, are dead-lettered. The other
+    samples can be claimed again. A released delivery does not count. 0: unlimited.
     """
     claim_name: builtins.str
-    """Queue workers: a name for the claim, 1 to 512 printable characters. The first call with the name receives the next
-    samples or the end. Later calls with the name receive the same response until the epoch of the task ends, whatever
-    their request_id; their other arguments must be the same (RANKS_DISAGREE). After samples of the claim were
-    released, lost with their lease or cleared, later calls fail with CLAIM_RELEASED, LEASE_EXPIRED or SAMPLES_CLEARED.
-    A named claim is not released if its caller disconnects. Empty: unnamed.
+    """Queue workers: a name for the claim, 1 to 512 printable characters. The first call with this name receives the next
+    samples or the end. Until the task's epoch ends, later calls with this name receive the same response, regardless
+    of their `request_id`. Their other arguments must be the same (RANKS_DISAGREE). Once samples of the claim have been
+    released, lost with their lease, or cleared, later calls fail with CLAIM_RELEASED, LEASE_EXPIRED or
+    SAMPLES_CLEARED. A named claim is not released when its caller disconnects. Empty: unnamed.
     """
     max_uses: builtins.int
-    """Number of deliveries to the task after which a sample counts as consumed; until then it stays ready for later
-    batches. Under a lease one worker holds it at a time, and a delivery counts when it is acknowledged. 0: 1.
+    """Number of deliveries to the task after which a sample counts as consumed. Until then, the sample stays ready for
+    later batches. With a lease, only one worker holds the sample at a time, and only acknowledged deliveries count. 0:
+    1.
     """
     explain: builtins.bool
-    """Whether NOT_YET includes its reason. This costs one pass over the samples of the partition: leave it unset in the
-    first seconds of a wait.
+    """Whether a NOT_YET response includes its reason. To determine the reason, the service scans all samples of the
+    partition, so leave `explain` unset in the first seconds of a wait.
     """
     not_before_version: builtins.int
-    """Version of `policy` that must be published before the batch is planned, 0 or more. Until then the batch is NOT_YET,
-    as with too few samples. Unset: no such version.
+    """Version of `policy` that must be published before the batch is planned, 0 or more. Until then, the status is
+    NOT_YET, as with too few samples. Unset: the call does not wait for a version.
     """
     policy: builtins.str
-    """The policy of `not_before_version`, if that is set."""
+    """The policy to which `not_before_version` refers, if `not_before_version` is set."""
     batch_count: builtins.int
-    """Ranks: maximum number of batches to return, starting at `batch_index`; 1 to 64. The call waits for the first batch.
-    It adds following batches that are already planned or can be planned immediately, up to the end or to 1 MiB of
-    response. Each batch is recorded separately and is the same when requested again, alone or in another range. A
-    repeated range thus starts with the same batches and may have more. A batch that is planned early excludes samples
-    that arrive later. 0: 1.
+    """Ranks: maximum number of batches to return, starting at `batch_index`; 1 to 64. The call waits only for the first
+    batch. The response also contains subsequent batches that are already planned or can be planned immediately, up to
+    the end or to 1 MiB in total. Each batch is recorded separately, and is the same if it is requested again, alone or
+    in another range. The response to a repeated range therefore begins with the same batches, and may contain more. A
+    batch that is planned early cannot include samples that arrive later. 0: 1.
     """
     unmatched: global___Unmatched.ValueType
-    """Treatment of live samples that `where` excludes and that were not delivered to the task. Any value except
-    UNMATCHED_WAIT evicts them whenever the call looks for samples, in the step that plans a batch and also if it plans
-    none. With a sampler that delivers complete groups, a complete group with an excluded member is evicted with all
-    its members. With a sampler that delivers the rest of incomplete groups, the excluded members are evicted, and the
-    group with its last one. Samples that are held, or leased by any task, are not evicted, nor are members of a group
-    with a held, leased or delivered member. Unset: wait.
+    """How to handle live samples that `where` excludes and that were not delivered to the task. Any value except
+    UNMATCHED_WAIT evicts these samples whenever the call searches for samples, even if the call does not plan a batch.
+    If it plans a batch, the eviction is part of the same step. If the sampler delivers only complete groups, a
+    complete group with an excluded member is evicted with all its members. If the sampler delivers the rest of
+    incomplete groups, only the excluded members are evicted, and the group is evicted with its last remaining member.
+    Samples that are held, or leased by any task, are not evicted. Neither are members of a group with a held, leased
+    or delivered member. Unset: wait.
     """
     least_members: builtins.int
-    """Minimum members of a complete group: it is evicted if fewer are left because others failed, were cleared or
-    dead-lettered, or were never put. Requires `unmatched`, which sets how. Does not apply to samples without a group.
-    0: no minimum.
+    """Minimum number of members of a complete group. The group is evicted, as `unmatched` specifies, if fewer members are
+    left because others failed, were cleared or dead-lettered, or were never put. Requires `unmatched`. Does not apply
+    to samples without a group. 0: no minimum.
     """
     held: builtins.bool
-    """Whether to claim held samples instead of live ones: slots that were released or whose lease ran out, for the next
-    rollout worker. Requires a `lease`; `data_fields` may be empty.
+    """Whether to claim held samples instead of live samples: slots that another rollout worker released, or whose lease
+    expired. Requires a `lease`; `data_fields` may be empty.
     """
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Fields that a sample must have to be ready; the response has the locations of these cells. At least one, each once.
-        The call waits for a field that the partition does not have yet, so it waits forever for a misspelt name.
+        """Fields that a sample must have to be ready: at least one, each once. The response contains the locations of these
+        cells. The call waits for fields that the partition does not have yet, so a call with a misspelled name waits
+        forever.
         """
 
     @property
@@ -1090,12 +1132,14 @@ class GetMetaRequest(google.protobuf.message.Message):
 
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
-        """Maximum wait for samples; the service may shorten it, by default to 60 s. Unset: the service answers at once."""
+        """Maximum time to wait for samples. The service may shorten this time, by default to 60 s. Unset: the service
+        responds immediately.
+        """
 
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
-        """Queue workers: samples not acknowledged within this time are redelivered; more than 0, at most one day. Unset:
-        samples are done on delivery.
+        """Queue workers: lease duration, more than 0 and at most one day. Samples that are not acknowledged within this time
+        are redelivered. Unset: samples are consumed on delivery.
         """
 
     @property
@@ -1104,21 +1148,21 @@ class GetMetaRequest(google.protobuf.message.Message):
 
     @property
     def admit(self) -> global___Admit:
-        """Rollout workers: slots to create in another partition in the same step as the claim of prompts. Requires a `lease`.
-        The call waits until prompts are ready and that partition has capacity, and reserves neither while it waits. Unset:
-        none.
+        """Rollout workers: slots to create in another partition, in the same step that claims the prompts. Requires a
+        `lease`. The call waits until prompts are ready and that partition has capacity. While the call waits, it reserves
+        neither prompts nor capacity. Unset: none.
         """
 
     @property
     def totals(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Ranks: custom_meta columns to sum in `BatchMeta.totals`; at most 4, each once. INVALID_ARGUMENT if a sample of the
-        batch has no number in one of them. Empty: `totals` has only counts.
+        """Ranks: custom_meta columns to sum in `BatchMeta.totals`; at most 4, each once. The call fails with INVALID_ARGUMENT
+        if a sample of the batch has no number in one of these columns. Empty: `totals` has only counts.
         """
 
     @property
     def step_times(self) -> global___StepTimes:
-        """Ranks: time breakdown of this rank's latest steps, for `TaskStatus.step_times`. It changes nothing else. Unset: the
-        rank's previous values stay.
+        """Ranks: how this rank spent its time in the latest steps, for `TaskStatus.step_times`. Does not affect the claim.
+        Unset: the rank's previous values stay.
         """
 
     def __init__(
@@ -1177,7 +1221,9 @@ global___GetMetaRequest = GetMetaRequest
 
 @typing.final
 class StepTimes(google.protobuf.message.Message):
-    """Time breakdown of a trainer's latest batches. All durations except `work` are time that the trainer waited."""
+    """How a trainer spent its time on its latest batches. All durations except `work` are times during which the trainer
+    waited.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1248,11 +1294,12 @@ global___StepTimes = StepTimes
 
 @typing.final
 class Admit(google.protobuf.message.Message):
-    """The slots of claimed prompts: new held samples in their own partition, leased as a claim of the same task under the
-    same `request_id`. They share the lease of their prompts: ExtendClaim of either claim extends both, and both end
-    together. A prompt is acknowledged together with the last of its slots. A claimable prompt has no slots: if a prompt
-    is released or its lease runs out, its slots are removed, unless all of them are live; then the prompt is
-    acknowledged. Acknowledging a prompt acknowledges its live slots and releases its held ones.
+    """The slots of claimed prompts: new held samples in their own partition. They form a leased claim with the same task
+    and `request_id` as the prompts' claim. Both claims share one lease, so ExtendClaim on either claim extends both, and
+    both end together. A prompt is acknowledged together with the last of its slots. A claimable prompt has no slots: if
+    a prompt is released or its lease expires, its slots are removed. If all of these slots are live, they are kept
+    instead, and the prompt is acknowledged. Acknowledging a prompt acknowledges its live slots and releases its held
+    ones.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1262,14 +1309,14 @@ class Admit(google.protobuf.message.Message):
     ON_LOST_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition of the slots. It must exist and differ from that of the prompts."""
+    """The partition of the slots, which must exist and differ from the prompts' partition."""
     group_size: builtins.int
-    """Number of slots per prompt, 1 or more. More than 1: they form a group named by the key of the prompt. 0 or 1: one
-    slot with the key of the prompt.
+    """Number of slots per prompt, 1 or more. More than 1: the slots form a group whose name is the prompt's key. 0 or 1:
+    one slot, whose key is the prompt's key.
     """
     on_lost: global___OnLost.ValueType
-    """Treatment of slots that are still held when the lease runs out. REQUEUE and FAIL keep them, so their prompts count
-    as done. Unset: they are removed, and their prompts can be claimed again.
+    """How to handle slots that are still held when the lease expires. REQUEUE and FAIL keep the slots, so their prompts
+    count as done. Unset: the slots are removed, and their prompts can be claimed again.
     """
     policy: builtins.str
     """Policy whose published version becomes the slots' `start_version`; see AcquireRequest."""
@@ -1287,10 +1334,10 @@ global___Admit = Admit
 
 @typing.final
 class Refill(google.protobuf.message.Message):
-    """The task that produces replacements for evicted units. The eviction makes a sample of its partition claimable for the
-    task again, in the same step: the sample whose key is the name of the evicted group or rollout, or the key of the
-    single evicted sample. If a worker has leased that sample, it becomes claimable after its acknowledgement.
-    TakeEvicted returns the outcome.
+    """The task that produces replacements for evicted units. Each eviction makes one sample of this task's partition
+    claimable again, in the same step. The key of this sample is the name of the evicted group or rollout, or the key of
+    the evicted sample. If a worker has leased the sample, it becomes claimable after it is acknowledged. TakeEvicted
+    returns the outcome of each refill.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1299,7 +1346,7 @@ class Refill(google.protobuf.message.Message):
     TASK_NAME_FIELD_NUMBER: builtins.int
     MAX_REFILLS_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition, such as that of the prompts. Nothing is refilled if it does not exist."""
+    """The partition, such as that of the prompts. If the partition does not exist, nothing is refilled."""
     task_name: builtins.str
     """The task that claims from this partition, 1 to 512 printable characters."""
     max_refills: builtins.int
@@ -1328,16 +1375,16 @@ class GetMetaResponse(google.protobuf.message.Message):
     WAITED_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """The status; for a batch also its samples, their metadata and the locations of their cells."""
+        """The status and, for a batch, its samples, their metadata and the locations of their cells."""
 
     @property
     def reason(self) -> global___WaitReason:
-        """With NOT_YET and `explain`: why nothing is delivered yet."""
+        """With NOT_YET and `explain`: the reason why no batch is delivered yet."""
 
     @property
     def more(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.BatchMeta]:
-        """With BATCH and `batch_count`: the following batches in order; the last one may be the END. They stop before a batch
-        that is not ready or is refused: a call for that batch waits or fails.
+        """With BATCH and `batch_count`: the subsequent batches, in order. The last entry may be END. The list ends before the
+        first batch that is not ready or is rejected. A call for that batch waits or fails.
         """
 
     @property
@@ -1346,7 +1393,7 @@ class GetMetaResponse(google.protobuf.message.Message):
 
     @property
     def waited(self) -> google.protobuf.duration_pb2.Duration:
-        """With BATCH and END: time that the call waited. Unset: it did not wait."""
+        """With BATCH or END: the time that the call waited. Unset: the call did not wait."""
 
     def __init__(
         self,
@@ -1364,7 +1411,7 @@ global___GetMetaResponse = GetMetaResponse
 
 @typing.final
 class WaitReason(google.protobuf.message.Message):
-    """Reason why claims with equal requests wait: a code, a sentence, and current counts of samples."""
+    """The reason why claims with equal requests wait: a code, a sentence, and the current numbers of samples."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1382,12 +1429,12 @@ class WaitReason(google.protobuf.message.Message):
     WAITING_PUT_COUNT_FIELD_NUMBER: builtins.int
     PUT_WAITS_FOR_FIELD_NUMBER: builtins.int
     code: builtins.str
-    """Stable code in capitals. PARTITION_NOT_FOUND. NO_SAMPLES: the partition is empty. FIELD_NEVER_PUT: no sample has
-    one of the requested fields. ALL_CONSUMED: the task has consumed all samples, but the partition is not sealed or
-    some samples are still leased. TOO_FEW_READY.
-    GROUPS_INCOMPLETE: too few groups are ready with all members. SAMPLER_WAITS: enough samples are ready, but the
-    sampler does not plan a batch yet. VERSION_NOT_PUBLISHED: waits for `not_before_version`. STALENESS_BOUNDED: enough
-    are ready, but older ones that are not ready would become too stale. NO_CAPACITY: enough prompts are ready, but the
+    """Stable code in capitals. PARTITION_NOT_FOUND. NO_SAMPLES: no samples have been inserted into the partition.
+    FIELD_NEVER_PUT: no sample has one of the requested fields. ALL_CONSUMED: the task has consumed all samples, but
+    the partition is not sealed or some samples are still leased. TOO_FEW_READY. GROUPS_INCOMPLETE: too few groups have
+    all of their members ready. SAMPLER_WAITS: enough samples are ready, but the sampler does not form a batch of them
+    yet. VERSION_NOT_PUBLISHED: `not_before_version` has not been published yet. STALENESS_BOUNDED: enough samples are
+    ready, but older samples that are not ready would become too stale. NO_CAPACITY: enough prompts are ready, but the
     partition of `admit` has no capacity for their slots. RATIO_BOUNDED: the task would receive more samples per insert
     than `Admission.samples_per_insert` allows.
     """
@@ -1398,9 +1445,11 @@ class WaitReason(google.protobuf.message.Message):
     waiting_count: builtins.int
     """Number of calls that wait for this reason; 0 in the response of GetMeta."""
     left_count: builtins.int
-    """Samples that are live or held and that the task has not consumed."""
+    """Number of live or held samples that the task has not consumed."""
     ready_count: builtins.int
-    """Part of `left_count` that could be delivered now; groups or rollouts if `counts_groups`."""
+    """Number of samples in `left_count` that could be delivered now. If `counts_groups` is set, the number of groups or
+    rollouts.
+    """
     needed_count: builtins.int
     """Number of ready samples, groups or rollouts that the claim needs."""
     counts_groups: builtins.bool
@@ -1408,9 +1457,9 @@ class WaitReason(google.protobuf.message.Message):
     sealed: builtins.bool
     """Whether the partition is sealed."""
     waiting_put_count: builtins.int
-    """Number of puts with new samples that wait for capacity."""
+    """Number of puts of new samples that wait for capacity."""
     put_waits_for: builtins.str
-    """Why the first of these puts waits, in a sentence. Empty: no put waits."""
+    """A sentence that states why the first of these puts waits. Empty: no put waits."""
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Requested fields."""
@@ -1464,11 +1513,11 @@ class NotReady(google.protobuf.message.Message):
     """Number of samples."""
     example: builtins.str
     """Details for people. For "group": the name of an incomplete group, with its counts. For "older": one of the samples.
-    For a "field" that groups share: that the groups lack a value, which must be put for them.
+    For a "field" with group scope: a statement that the groups lack a value, which must be put for the groups.
     """
     @property
     def ends_in(self) -> google.protobuf.duration_pb2.Duration:
-        """For "leased": time until the first lease runs out."""
+        """For "leased": time until the first lease expires."""
 
     def __init__(
         self,
@@ -1493,7 +1542,7 @@ class ExplainRequest(google.protobuf.message.Message):
     PARTITION_ID_FIELD_NUMBER: builtins.int
     TASK_NAME_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition. It may not exist yet: calls can wait for it."""
+    """The partition, which need not exist yet, since claims can wait for it."""
     task_name: builtins.str
     """Only claims of this task. Empty: claims of all tasks."""
     def __init__(
@@ -1515,7 +1564,7 @@ class ExplainResponse(google.protobuf.message.Message):
     REASONS_FIELD_NUMBER: builtins.int
     @property
     def reasons(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WaitReason]:
-        """One reason per distinct request, in the order of arrival of their first calls."""
+        """One reason for each distinct request, ordered by the arrival of the request's first call."""
 
     def __init__(
         self,
@@ -1538,17 +1587,19 @@ class ReleaseClaimRequest(google.protobuf.message.Message):
     CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
     GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition of the claim. Ignored if it no longer exists."""
+    """The partition of the claim. If the partition no longer exists, the call has no effect."""
     task_name: builtins.str
-    """The consumer that made the claim."""
+    """The task that made the claim."""
     claim_request_id: builtins.bytes
     """The `request_id` of the GetMeta that made the claim; for a leased claim also in `BatchMeta.claim_request_id`."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Samples of a leased claim; others are ignored. Empty: all remaining samples of the claim, leased or not. Do not
-        call it with a list that happens to be empty.
+        """Samples of a leased claim; other samples are ignored. Empty: all remaining samples of the claim, leased or not.
+        Never send an empty list unless you mean all remaining samples.
         """
 
     def __init__(
@@ -1572,7 +1623,7 @@ class ReleaseClaimResponse(google.protobuf.message.Message):
 
     RELEASED_COUNT_FIELD_NUMBER: builtins.int
     released_count: builtins.int
-    """Number of samples that are claimable again; 0 if the claim is unknown."""
+    """Number of samples that can be claimed again, or 0 if the claim is unknown."""
     def __init__(
         self,
         *,
@@ -1595,19 +1646,23 @@ class AckClaimRequest(google.protobuf.message.Message):
     CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
     GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
     """Partition of the claim."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     task_name: builtins.str
-    """The consumer that made the claim."""
+    """The task that made the claim."""
     claim_request_id: builtins.bytes
     """`BatchMeta.claim_request_id` of the claim, which is leased."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Samples of the claim; for a claim of groups, complete groups. Empty: all remaining samples of the claim. Do not
-        call it with a list that happens to be empty.
+        """Samples of the claim. If the claim consists of complete groups, the list must also consist of complete groups.
+        Empty: all remaining samples of the claim. Never send an empty list unless you mean all remaining samples.
         """
 
     def __init__(
@@ -1632,7 +1687,7 @@ class AckClaimResponse(google.protobuf.message.Message):
 
     ACKED_COUNT_FIELD_NUMBER: builtins.int
     acked_count: builtins.int
-    """Number of samples acknowledged by this call, excluding those acknowledged before."""
+    """Number of samples acknowledged by this call, excluding samples that were already acknowledged."""
     def __init__(
         self,
         *,
@@ -1655,18 +1710,24 @@ class ExtendClaimRequest(google.protobuf.message.Message):
     CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
     """Partition of the claim."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     task_name: builtins.str
-    """The consumer that made the claim."""
+    """The task that made the claim."""
     claim_request_id: builtins.bytes
     """`BatchMeta.claim_request_id` of the claim, which is leased."""
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
-        """Duration of the lease, counted from now; more than 0, at most one day. It may be shorter than the remaining time."""
+        """Duration of the lease, counted from now; more than 0, at most one day. The new duration may be shorter than the
+        remaining time.
+        """
 
     def __init__(
         self,
@@ -1711,12 +1772,12 @@ class CheckConsumptionRequest(google.protobuf.message.Message):
     TASK_NAME_FIELD_NUMBER: builtins.int
     MISSING_OK_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition; it must exist, unless `missing_ok`."""
+    """The partition; it must exist unless `missing_ok` is set."""
     task_name: builtins.str
-    """The task; unless `missing_ok`, it must have claimed before or be one of the partition's `tasks`."""
+    """The task. Unless `missing_ok` is set, the task must have made a claim or be one of the partition's `tasks`."""
     missing_ok: builtins.bool
-    """Whether a partition that does not exist counts as empty, and a task that has not claimed yet as one that has
-    consumed nothing. A name outside the partition's declared `tasks` is still NOT_FOUND. Unset: both are NOT_FOUND.
+    """Whether to treat a missing partition as empty, and a task without claims as having consumed nothing. If the
+    partition declares `tasks`, any other task is still NOT_FOUND. Unset: both are NOT_FOUND.
     """
     def __init__(
         self,
@@ -1745,23 +1806,26 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     DEAD_LETTERED_COUNT_FIELD_NUMBER: builtins.int
     EXPECTED_COUNT_FIELD_NUMBER: builtins.int
     consumed_count: builtins.int
-    """Consumed in this epoch, including leased and cleared ones."""
+    """Samples consumed in this epoch, including leased and cleared samples."""
     total_count: builtins.int
-    """Ever inserted, including cleared ones."""
+    """Number of samples ever inserted, including cleared samples."""
     skipped_count: builtins.int
-    """Samples that the task will never receive: those that failed or were cleared before the task took them, the rest of
-    groups that lost such a member if the task keeps groups together, and samples left out at its end.
+    """Samples that the task will never receive: samples that failed or were cleared before delivery to the task, and
+    samples left over when the task ended. If the task keeps groups together, this includes the remaining members of
+    groups that lost such a member.
     """
     sealed: builtins.bool
-    """Whether no new samples will come."""
+    """Whether the partition is closed to new samples."""
     complete: builtins.bool
-    """Whether no samples are left for the task and none will come; with `samples_per_round` also between two rounds."""
+    """Whether no samples are left for the task and no more will be added. With `samples_per_round`, this is also true
+    between two rounds.
+    """
     epoch: builtins.int
-    """Epoch of the task: 0, plus 1 for each reset."""
+    """Epoch of the task: 0 at first, increased by 1 at each reset or restart of the ranks."""
     leased_count: builtins.int
-    """Part of `consumed_count` that is leased and not acknowledged."""
+    """Number of samples in `consumed_count` that are leased and not acknowledged."""
     dead_lettered_count: builtins.int
-    """Part of `skipped_count` that was delivered too often without being acknowledged."""
+    """Number of samples in `skipped_count` that were delivered too often without being acknowledged."""
     expected_count: builtins.int
     """With `samples_per_round`: number of samples in all rounds that have begun, including the first. Unset: no rounds."""
     def __init__(
@@ -1793,14 +1857,14 @@ class CheckProductionRequest(google.protobuf.message.Message):
     DATA_FIELDS_FIELD_NUMBER: builtins.int
     MISSING_OK_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition; it must exist, unless `missing_ok`."""
+    """The partition; it must exist unless `missing_ok` is set."""
     missing_ok: builtins.bool
-    """Whether a partition that does not exist counts as empty, and an unknown field as one that no sample has. Unset:
-    both are NOT_FOUND.
+    """Whether to treat a missing partition as empty, and an unknown field as absent from all samples. Unset: both are
+    NOT_FOUND.
     """
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of fields, at least one. Samples that have all of them count as produced."""
+        """Names of one or more fields. Samples that have all of these fields count as produced."""
 
     def __init__(
         self,
@@ -1825,10 +1889,10 @@ class CheckProductionResponse(google.protobuf.message.Message):
     produced_count: builtins.int
     """Number of samples that have all fields."""
     total_count: builtins.int
-    """Number of samples that can have these fields: neither cleared nor failed."""
+    """Number of samples that are neither cleared nor failed, and can therefore have these fields."""
     complete: builtins.bool
-    """Whether `produced_count` equals `total_count` and the partition is sealed; with `samples_per_round` also between
-    two rounds.
+    """Whether `produced_count` equals `total_count` and the partition is sealed. With `samples_per_round`, the end of a
+    round counts like a seal.
     """
     def __init__(
         self,
@@ -1853,18 +1917,20 @@ class ResetConsumptionRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     KEEP_CONSUMED_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
     """The partition; it must exist."""
     task_name: builtins.str
-    """The task; it must have claimed before or be one of the partition's `tasks`."""
+    """The task, which must have made a claim or be one of the partition's `tasks`."""
     epoch: builtins.int
-    """The epoch to end. STALE_EPOCH if the task is at a different one, so only one of many ranks resets it. Unset: the
-    current epoch; each request ends one.
+    """The epoch to end. The call fails with STALE_EPOCH if the task is at another epoch, so if many ranks reset the task,
+    only one of them succeeds. Unset: the current epoch, so each request ends an epoch.
     """
     keep_consumed: builtins.bool
-    """Whether consumed samples stay consumed; batches of the remaining samples are then counted from 0. Unset: all
-    samples are claimable again.
+    """Whether consumed samples stay consumed. The batches of the remaining samples are then counted from 0. Unset: all
+    samples can be claimed again.
     """
     def __init__(
         self,
@@ -1911,17 +1977,21 @@ class RequeueDeadLetteredRequest(google.protobuf.message.Message):
     TASK_NAME_FIELD_NUMBER: builtins.int
     GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
     """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     task_name: builtins.str
     """Task to which the samples were delivered too often."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Indexes of samples; those that are not dead-lettered are ignored. Empty: all dead-lettered samples. Do not call it
-        with a list that happens to be empty.
+        """Indexes of samples. Samples that are not dead-lettered are ignored. Empty: all dead-lettered samples. Never send an
+        empty list unless you mean all dead-lettered samples.
         """
 
     def __init__(
@@ -1968,18 +2038,22 @@ class SetCustomMetaRequest(google.protobuf.message.Message):
     CUSTOM_META_FIELD_NUMBER: builtins.int
     CLAIM_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
     """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The samples, each once; they must exist."""
 
     @property
     def custom_meta(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.MetaColumn]:
-        """The columns, each with the values for these samples in order. Columns that are not named keep their values."""
+        """The columns, each with the values for these samples in order. Columns that are not listed keep their values."""
 
     @property
     def claim(self) -> tq_service.v1.metadata_pb2.LeasedClaim:
@@ -2014,7 +2088,7 @@ global___SetCustomMetaResponse = SetCustomMetaResponse
 
 @typing.final
 class TruncateSamplesRequest(google.protobuf.message.Message):
-    """Truncates fields of samples to given lengths."""
+    """Truncates the cells of samples to the specified lengths."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2026,18 +2100,22 @@ class TruncateSamplesRequest(google.protobuf.message.Message):
     DATA_FIELDS_FIELD_NUMBER: builtins.int
     CLAIM_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
     """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The samples, each once; they must exist, be held, and be leased to the claim."""
+        """The samples, each once. They must exist, be held, and be leased under the claim."""
 
     @property
     def lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each sample, the new length of its cells: 0 or more, at most their current length. A missing cell has length 0."""
+        """New length of each sample's cells, from 0 to their current length. A missing cell counts as a cell of length 0."""
 
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -2077,7 +2155,7 @@ global___TruncateSamplesResponse = TruncateSamplesResponse
 
 @typing.final
 class CloseGroupsRequest(google.protobuf.message.Message):
-    """Names groups that accept no further members, and rollouts that accept no further samples."""
+    """Names the groups to close to further members, and the rollouts to close to further samples."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2087,15 +2165,19 @@ class CloseGroupsRequest(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     ROLLOUTS_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
     """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of groups; they must exist. A closed group accepts no further rollouts; its existing rollouts may grow until
-        they are closed, too.
+        """Names of groups; they must exist. A closed group accepts no further rollouts, but its existing rollouts can grow
+        until they are also closed.
         """
 
     @property
@@ -2129,7 +2211,7 @@ global___CloseGroupsResponse = CloseGroupsResponse
 
 @typing.final
 class LookupSamplesRequest(google.protobuf.message.Message):
-    """Requests samples by index and key, the members of groups or rollouts, or all samples of a partition."""
+    """Requests samples by index and key, by group or rollout, or all samples in a partition."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2147,23 +2229,23 @@ class LookupSamplesRequest(google.protobuf.message.Message):
     MAX_WAIT_FIELD_NUMBER: builtins.int
     ROLLOUTS_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition; it must exist, unless `missing_ok`."""
+    """The partition; it must exist unless `missing_ok` is set."""
     all_samples: builtins.bool
     """Whether to list every sample of the partition, including held and failed ones. Unset: only the named samples."""
     page_size: builtins.int
-    """Maximum samples per page. 0, or more than the service's limit (16,384): that limit. A page also ends before its
-    metadata grows large.
+    """Maximum number of samples per page. 0, or a value above the service's limit (16,384), means this limit. A page may
+    end earlier to limit the size of its metadata.
     """
     page_token: builtins.str
-    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page."""
+    """`next_page_token` from the previous page; all other fields must be unchanged. Empty: the first page."""
     missing_ok: builtins.bool
-    """Whether a partition that does not exist counts as empty, and a task that has not claimed yet as one that has
-    consumed nothing. Unset: both are NOT_FOUND.
+    """Whether to treat a nonexistent partition as empty, and a task that has not claimed yet as having consumed nothing.
+    A name outside the partition's declared `tasks` is still NOT_FOUND. Unset: both are NOT_FOUND.
     """
     task_name: builtins.str
-    """Task whose consumption of the samples is returned. Unset: none."""
+    """Task for which `consumption` reports the state of each sample. Unset: none."""
     min_count: builtins.int
-    """With `max_wait`: number of selected samples to wait for that satisfy the conditions. 0: 1."""
+    """With `max_wait`: the call waits until at least this number of selected samples satisfies the conditions. 0: 1."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Keys of samples, at most 65,536. Ignored with `all_samples`."""
@@ -2174,26 +2256,26 @@ class LookupSamplesRequest(google.protobuf.message.Message):
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of groups whose members to list, at most 65,536; not together with keys or indexes. Ignored with
+        """Names of groups whose members to list, at most 65,536; must not be combined with keys or indexes. Ignored with
         `all_samples`.
         """
 
     @property
     def where(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Condition]:
-        """Conditions on custom_meta; all must hold. Samples that do not satisfy them are left out and not reported as
+        """Conditions on custom_meta; a sample must satisfy all of them. Other samples are omitted and not reported as
         missing.
         """
 
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
-        """Maximum wait for these samples, and for the partition to exist; the service may shorten it, by default to 60 s. The
-        wait ends early if the partition is sealed with fewer samples than `min_count`. Ignored with a `page_token`. Unset:
-        the service answers at once.
+        """Maximum time to wait for the partition and these samples; the service may shorten it, by default to 60 s. The wait
+        ends early if the partition is sealed with fewer samples than `min_count`. Ignored if `page_token` is set. Unset:
+        the service responds immediately.
         """
 
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of rollouts whose samples to list, like `groups`."""
+        """Names of rollouts whose samples to list. The rules for `groups` apply."""
 
     def __init__(
         self,
@@ -2234,30 +2316,30 @@ class LookupSamplesResponse(google.protobuf.message.Message):
     REVISION_FIELD_NUMBER: builtins.int
     MISSING_ROLLOUTS_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
-    """To be sent as `page_token` for the next page. Empty: this is the last page."""
+    """Token to send as `page_token` to get the next page. Empty: this is the last page."""
     not_yet: builtins.bool
-    """On the first page, with `max_wait`: whether the wait ended before `min_count` samples were found and more may still
-    come. The page has the samples found so far. If the partition still does not exist, the call is NOT_FOUND, unless
-    `missing_ok` is set or the service shortened the wait.
+    """On the first page, with `max_wait`: whether the wait ended with fewer than `min_count` samples although more may
+    still arrive. The page contains the samples found so far. If the partition still does not exist, the call fails
+    with NOT_FOUND unless `missing_ok` is set or the service shortened the wait.
     """
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """Named samples in the requested order; members of groups and rollouts, or all samples, in insertion order. Includes
-        keys, groups, rollouts, custom_meta and the fields that at least one of them has (`fields`, `produced`).
-        `locations` covers the fields that all of them have. A page may be empty without being the last one.
+        """Samples named by index or key are in the requested order; all others are in insertion order. Includes keys, groups,
+        rollouts, custom_meta, and each field that at least one sample on the page has (`fields`, `produced`). `locations`
+        covers the fields that all samples on the page have. A page may be empty even if more pages follow.
         """
 
     @property
     def missing_keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Requested keys on this page that no sample has; they count towards `page_size`."""
+        """Requested keys on this page that match no sample; they count toward `page_size`."""
 
     @property
     def missing_global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Requested indexes on this page that no sample has."""
+        """Requested indexes on this page that match no sample."""
 
     @property
     def missing_groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Requested groups without members; on the first page."""
+        """Requested groups without members. Only on the first page."""
 
     @property
     def consumption(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___SampleConsumption.ValueType]:
@@ -2265,11 +2347,11 @@ class LookupSamplesResponse(google.protobuf.message.Message):
 
     @property
     def revision(self) -> global___Revision:
-        """Revision of the page. A Watch from the revision of the first page continues from the complete list."""
+        """Revision of the page. A Watch that starts from the first page's revision continues from the complete list."""
 
     @property
     def missing_rollouts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Requested rollouts without samples; on the first page."""
+        """Requested rollouts without samples. Only on the first page."""
 
     def __init__(
         self,
@@ -2291,8 +2373,8 @@ global___LookupSamplesResponse = LookupSamplesResponse
 
 @typing.final
 class LocateRequest(google.protobuf.message.Message):
-    """Requests the locations of cells. Samples are named by index or by key, not by both. If none is named, none is
-    returned.
+    """Requests the locations of cells. Name the samples either by index or by key. If no samples are named, the response is
+    empty.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2307,25 +2389,31 @@ class LocateRequest(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     skip_missing: builtins.bool
-    """Whether to leave out samples that do not exist or lack one of the fields. Unset: they fail the call with NOT_FOUND."""
+    """Whether to omit samples that do not exist or lack one of the fields. Unset: such samples make the call fail with
+    NOT_FOUND.
+    """
     skip_missing_fields: builtins.bool
-    """Whether to leave out fields that the partition does not have or that some of the samples lack. Samples are then not
-    left out for missing cells. Unset: such fields fail the call with NOT_FOUND.
+    """Whether to omit fields that the partition does not have or that some of the samples lack. Samples are then not
+    omitted because of missing cells. Unset: such fields make the call fail with NOT_FOUND.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Indexes of samples, at most 65,536, in the order of the response. Duplicates are returned twice."""
+        """Indexes of samples, at most 65,536, in the order of the response. A sample is returned as often as it is named."""
 
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Keys of samples instead, at most 65,536, in the order of the response. Duplicates are returned twice."""
+        """Keys of samples, as an alternative to indexes; at most 65,536, in the order of the response. A sample is returned
+        as often as it is named.
+        """
 
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of fields. Empty: all fields of the partition, so a sample that lacks one of them is missing, unless
-        `skip_missing_fields`.
+        """Names of fields. Empty: all fields of the partition. A sample that lacks one of them is then missing, unless
+        `skip_missing_fields` is set.
         """
 
     def __init__(
@@ -2366,8 +2454,8 @@ global___LocateResponse = LocateResponse
 
 @typing.final
 class ClearSamplesRequest(google.protobuf.message.Message):
-    """Selects samples to remove: by index and key, the members of groups or rollouts, or all that satisfy conditions. An
-    empty selection removes nothing.
+    """Selects samples to remove by index and key, by group or rollout, or by conditions alone. An empty selection removes
+    nothing.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2385,23 +2473,28 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     TASK_NAME_FIELD_NUMBER: builtins.int
     ROLLOUTS_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition; it must exist, unless `missing_ok`."""
+    """The partition; it must exist unless `missing_ok` is set."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     missing_ok: builtins.bool
-    """Whether the call succeeds without clearing anything if the partition, or this incarnation, does not exist. Unset:
-    NOT_FOUND and STALE_INCARNATION.
+    """Whether the call succeeds, without clearing anything, if the partition or this incarnation does not exist. Unset:
+    the call fails with NOT_FOUND or STALE_INCARNATION.
     """
     skipped_by: builtins.str
-    """Name of a task. Selects all samples that the task never receives: those that failed before the task took them, its
-    dead-lettered samples and, if it keeps groups together, the rest of groups that lost such a member or a cleared
-    one. Not together with keys, indexes or groups. NOT_FOUND if the task has not claimed yet. Empty: not used.
+    """Name of a task. Selects all samples that the task will never receive: those that failed before the task took them,
+    and its dead-lettered samples. If the task keeps groups together, the remaining members of groups that lost such a
+    member or a cleared one are also selected. Must not be combined with keys, indexes, groups or rollouts. NOT_FOUND
+    if the task has not claimed yet. Empty: not used.
     """
     task_name: builtins.str
-    """Name of a task. Restricts the selection to samples that are left for the task and not leased to a worker of any
-    task. NOT_FOUND if the task has not claimed yet. Empty: no restriction.
+    """Name of a task. Restricts the selection to samples that are left for this task and that no task has leased to a
+    worker. NOT_FOUND if the task has not claimed yet. Empty: no restriction.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -2413,23 +2506,23 @@ class ClearSamplesRequest(google.protobuf.message.Message):
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of groups whose members are removed; not together with keys or indexes. Unknown ones are ignored."""
+        """Names of groups whose members are removed; must not be combined with keys or indexes. Unknown ones are ignored."""
 
     @property
     def where(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Condition]:
-        """Conditions on custom_meta; all must hold in the step that removes a sample. If no sample, group or rollout is
-        named, they select among all samples. Empty: no condition.
+        """Conditions on custom_meta; a sample must satisfy all of them in the step that removes it. If no samples, groups or
+        rollouts are named, the conditions apply to all samples. Empty: no condition.
         """
 
     @property
     def claim(self) -> tq_service.v1.metadata_pb2.LeasedClaim:
-        """The claim that holds the samples; requires `global_indexes`, and is not allowed with keys or groups. Unset: the
-        call is not checked against a lease.
+        """The claim that holds the samples. Requires `global_indexes`; must not be combined with keys, groups or rollouts.
+        Unset: the call is not checked against a lease.
         """
 
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of rollouts whose samples are removed, like `groups`."""
+        """Names of rollouts whose samples are removed. The rules for `groups` apply."""
 
     def __init__(
         self,
@@ -2454,8 +2547,8 @@ global___ClearSamplesRequest = ClearSamplesRequest
 
 @typing.final
 class FailSamplesRequest(google.protobuf.message.Message):
-    """Selects samples to mark as failed: by index and key, the members of groups or rollouts, or all that satisfy
-    conditions. An empty selection changes nothing.
+    """Selects samples to mark as failed by index and key, by group or rollout, or by conditions alone. An empty selection
+    changes nothing.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2471,11 +2564,15 @@ class FailSamplesRequest(google.protobuf.message.Message):
     TASK_NAME_FIELD_NUMBER: builtins.int
     ROLLOUTS_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
     """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     task_name: builtins.str
     """See ClearSamplesRequest."""
     @property
@@ -2488,7 +2585,7 @@ class FailSamplesRequest(google.protobuf.message.Message):
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of groups whose members fail; not together with keys or indexes."""
+        """Names of groups whose members are marked as failed; must not be combined with keys or indexes."""
 
     @property
     def where(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Condition]:
@@ -2500,7 +2597,9 @@ class FailSamplesRequest(google.protobuf.message.Message):
 
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of rollouts whose samples fail, like `groups`. The first failed sample of a rollout closes it."""
+        """Names of rollouts whose samples are marked as failed. The rules for `groups` apply. A rollout is closed when its
+        first sample fails.
+        """
 
     def __init__(
         self,
@@ -2559,9 +2658,7 @@ global___ClearSamplesResponse = ClearSamplesResponse
 
 @typing.final
 class ClearFieldsRequest(google.protobuf.message.Message):
-    """Names fields to clear, and selects the samples that lose them like ClearSamplesRequest. An empty selection changes
-    nothing.
-    """
+    """Names the fields to clear, and selects their samples as in ClearSamplesRequest. An empty selection changes nothing."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2579,22 +2676,26 @@ class ClearFieldsRequest(google.protobuf.message.Message):
     TASK_NAME_FIELD_NUMBER: builtins.int
     MISSING_OK_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition; it must exist, unless `missing_ok`."""
+    """The partition; it must exist unless `missing_ok` is set."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     skipped_by: builtins.str
     """See ClearSamplesRequest."""
     task_name: builtins.str
     """See ClearSamplesRequest."""
     missing_ok: builtins.bool
-    """Whether a partition, incarnation or field that does not exist counts as having nothing to clear. Unset: NOT_FOUND
-    and STALE_INCARNATION.
+    """Whether to treat a nonexistent partition, incarnation or field as having nothing to clear. Unset: the call fails
+    with NOT_FOUND or STALE_INCARNATION.
     """
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of the fields, at least one. NOT_FOUND if no sample ever had one of them, unless `missing_ok`."""
+        """Names of the fields, at least one. NOT_FOUND if no sample has ever had one of them, unless `missing_ok` is set."""
 
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -2606,14 +2707,14 @@ class ClearFieldsRequest(google.protobuf.message.Message):
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of groups whose members lose the fields; not together with keys or indexes. Unknown ones are ignored. Fields
-        with group scope are cleared for these groups, with or without samples; then nothing else may select samples, since
-        all samples of a group share the cell.
+        """Names of groups whose members lose the fields; must not be combined with keys or indexes. Unknown ones are ignored.
+        Fields with group scope are cleared for these groups, even for groups without samples. The request must then select
+        samples only by group, because all samples of a group share the cell.
         """
 
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of rollouts whose samples lose the fields, like `groups`."""
+        """Names of rollouts whose samples lose the fields. The rules for `groups` apply."""
 
     @property
     def where(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Condition]:
@@ -2674,14 +2775,18 @@ class ClearPartitionRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     MISSING_OK_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition; it must exist, unless `missing_ok`."""
+    """The partition; it must exist unless `missing_ok` is set."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     missing_ok: builtins.bool
-    """Whether the call succeeds without clearing anything if the partition, or this incarnation, does not exist. Unset:
-    NOT_FOUND and STALE_INCARNATION.
+    """Whether the call succeeds, without clearing anything, if the partition or this incarnation does not exist. Unset:
+    the call fails with NOT_FOUND or STALE_INCARNATION.
     """
     def __init__(
         self,
@@ -2723,11 +2828,11 @@ class ListPartitionsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     prefix: builtins.str
-    """Prefix of their names. Empty: all partitions."""
+    """Prefix of the partition names. Empty: all partitions."""
     page_size: builtins.int
-    """Maximum partitions per page. 0, or more than the service's limit (1,000): that limit."""
+    """Maximum number of partitions per page. 0, or a value above the service's limit (1,000), means this limit."""
     page_token: builtins.str
-    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page."""
+    """`next_page_token` from the previous page; all other fields must be unchanged. Empty: the first page."""
     def __init__(
         self,
         *,
@@ -2741,7 +2846,7 @@ global___ListPartitionsRequest = ListPartitionsRequest
 
 @typing.final
 class PartitionSummary(google.protobuf.message.Message):
-    """A partition's name and numbers of samples."""
+    """A partition's name, incarnation and sample counts."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2753,13 +2858,13 @@ class PartitionSummary(google.protobuf.message.Message):
     partition_id: builtins.str
     """Name of the partition."""
     incarnation: builtins.bytes
-    """Id of this incarnation: 16 random bytes, new when the partition is recreated after a clear."""
+    """Id of this incarnation: 16 random bytes. A partition that is recreated after a clear has a new incarnation."""
     inserted_count: builtins.int
     """Number of samples ever inserted, including cleared ones."""
     present_count: builtins.int
-    """Number of samples not cleared."""
+    """Number of samples that have not been cleared."""
     sealed: builtins.bool
-    """Whether no new samples will come."""
+    """Whether the partition is closed to new samples."""
     def __init__(
         self,
         *,
@@ -2783,14 +2888,14 @@ class ListPartitionsResponse(google.protobuf.message.Message):
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
-    """To be sent as `page_token` for the next page. Empty: this is the last page."""
+    """Token to send as `page_token` to get the next page. Empty: this is the last page."""
     @property
     def partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartitionSummary]:
-        """Partitions ordered by name (code points). A page may be empty without being the last one."""
+        """Partitions ordered by name (code points). A page may be empty even if more pages follow."""
 
     @property
     def revision(self) -> global___Revision:
-        """Revision of the page. A Watch from the revision of the first page continues from the complete list."""
+        """Revision of the page. A Watch that starts from the first page's revision continues from the complete list."""
 
     def __init__(
         self,
@@ -2834,8 +2939,8 @@ class FieldStatus(google.protobuf.message.Message):
     """Number of samples that have a cell of the field."""
     @property
     def spec(self) -> tq_service.v1.metadata_pb2.FieldSpec:
-        """Name, dtype, layout and row shape of the field, as far as they are fixed; the first put fixes them while the field
-        has cells. An undeclared field exists while it has cells.
+        """Name, dtype, layout and row shape of the field, as far as they are fixed. The first put fixes these properties for
+        as long as the field has cells. An undeclared field exists while it has cells.
         """
 
     def __init__(
@@ -2861,9 +2966,11 @@ class MetaColumnStatus(google.protobuf.message.Message):
     name: builtins.str
     """Name of the column, unique in the partition."""
     kind: builtins.str
-    """Type of the values that claims compare: "int64", "double", "bool" or "string". Empty: no such value was written."""
+    """Type of the values that claims can compare: "int64", "double", "bool" or "string". Empty: no such value has been
+    written.
+    """
     has_json: builtins.bool
-    """Whether other values, which are JSON, were written."""
+    """Whether values of other types, which are stored as JSON, have been written."""
     def __init__(
         self,
         *,
@@ -2889,20 +2996,20 @@ class RecentBatch(google.protobuf.message.Message):
     batch_index: builtins.int
     """Index of the batch in the epoch."""
     imbalance: builtins.float
-    """Excess of tokens of the heaviest rank over the mean of all ranks, as a fraction of the mean. 0: balanced, or the
-    lengths are not known.
+    """Largest token count of any rank divided by the mean over all ranks, minus 1. 0: the ranks are balanced, or the
+    lengths are unknown.
     """
     padding_share: builtins.float
-    """Fraction of padding, 0 to 1. For packs: tokens that fill up a pack. For micro-batches: tokens that pad each sample
-    to the longest one of its micro-batch, which jagged fields do not need.
+    """Fraction of tokens that are padding, from 0 to 1. In packs, padding fills the remaining space. In micro-batches, it
+    extends each sample to the length of the longest one; jagged fields do not need this padding.
     """
     staleness: builtins.int
-    """For a task with a `max_staleness`: upper bound on the number of versions between the slot of its oldest sample and
-    its training. Unset: unbounded.
+    """For a task with a `max_staleness`: upper bound on the number of versions between creating the oldest sample's slot
+    and training on that sample. Unset: unbounded.
     """
     @property
     def tokens_per_rank(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Number of tokens of each of the first 128 ranks, by dp_rank. Empty: the length of some sample is not known."""
+        """Token counts of the first 128 ranks, ordered by dp_rank. Empty: the length of at least one sample is unknown."""
 
     def __init__(
         self,
@@ -2933,16 +3040,16 @@ class ClaimLease(google.protobuf.message.Message):
     claim_id: builtins.str
     """First 8 hexadecimal digits of the claim's request_id."""
     claim_name: builtins.str
-    """`claim_name` of its GetMeta. Empty: unnamed."""
+    """`claim_name` in the claim's GetMeta. Empty: unnamed."""
     leased_count: builtins.int
     """Number of samples of the claim that are leased and unacknowledged."""
     @property
     def delivered_ago(self) -> google.protobuf.duration_pb2.Duration:
-        """Time since their delivery, or since the start of the service if that was later."""
+        """Time since the samples were delivered, or since the service started if it started later."""
 
     @property
     def ends_in(self) -> google.protobuf.duration_pb2.Duration:
-        """Time until its lease runs out, unless extended."""
+        """Time until the lease expires if it is not extended."""
 
     def __init__(
         self,
@@ -2997,75 +3104,79 @@ class TaskStatus(google.protobuf.message.Message):
     task_name: builtins.str
     """Name of the task."""
     epoch: builtins.int
-    """Epoch of the task: 0, plus 1 for each reset."""
+    """Epoch of the task: 0 at first, increased by 1 at each reset or restart of the ranks."""
     consumed_count: builtins.int
-    """Consumed in this epoch, including leased and cleared ones."""
+    """Samples consumed in this epoch, including leased and cleared samples."""
     skipped_count: builtins.int
-    """Samples that the task will never receive, as far as known."""
+    """Samples that the task will never receive, as far as is known."""
     planned_batch_count: builtins.int
     """Number of batches planned for ranks in this epoch; 0 for queue workers."""
     dp_size: builtins.int
-    """Number of ranks in this epoch. 0: no rank claimed yet."""
+    """Number of ranks in this epoch. 0: no rank has claimed yet."""
     waiting_count: builtins.int
     """Number of waiting GetMeta calls."""
     complete: builtins.bool
-    """Whether no samples are left for the task and none will come."""
+    """Whether no samples are left for the task and no more will arrive. With `samples_per_round`, this is also the case
+    between two rounds.
+    """
     leased_count: builtins.int
-    """Leased and unacknowledged; they may be redelivered."""
+    """Leased samples that have not been acknowledged; they may be redelivered."""
     dead_lettered_count: builtins.int
-    """Delivered `max_deliveries` times and never acknowledged."""
+    """Samples that were delivered `max_deliveries` times without being acknowledged."""
     pending_count: builtins.int
-    """Left for the task: live or held, and not consumed, dead-lettered or lost with their group."""
+    """Live or held samples that are left for the task. Excludes samples that were consumed, dead-lettered or lost with
+    their group.
+    """
     redelivered_count: builtins.int
-    """Delivered more than once in this epoch because a lease ran out; excludes released and cleared ones."""
+    """Samples delivered more than once in this epoch because a lease expired; excludes released and cleared samples."""
     delivered_per_second: builtins.float
-    """Recent delivery rate in samples per second: an exponential average with a time constant of 10 seconds. Starts from
+    """Recent delivery rate in samples per second: an exponential average with a time constant of 10 seconds. The rate is
     0 when the service starts.
     """
     oldest_version: builtins.float
-    """Lowest `version` of the live or held samples left for the task. Recomputed after changes, at intervals of at least
-    50 times the duration of the last computation. Unset: no remaining sample has a version, it was not computed yet,
-    or this is a response of Watch.
+    """Lowest `version` of the live or held samples left for the task. It is recomputed after changes, at intervals of at
+    least 50 times the duration of the last computation. Unset: no remaining sample has a version, the value has not
+    been computed yet, or this is a Watch response.
     """
     staleness_versions: builtins.float
-    """Highest version of a sample of the partition minus `oldest_version`: the lead of producers over the task. Unset if
-    `oldest_version` is.
+    """Highest version of any sample in the partition minus `oldest_version`: the number of versions by which producers
+    are ahead of the task. Unset if `oldest_version` is unset.
     """
     leasing_claim_count: builtins.int
     """Number of claims with leased samples."""
     trained_batch_count: builtins.int
-    """Number of batches of this epoch that were trained; see Advance."""
+    """Number of batches in this epoch that the ranks have trained on; see Advance."""
     saved_batch_count: builtins.int
-    """Number of batches of this epoch that a checkpoint of the trainer covers; see Advance."""
+    """Number of batches in this epoch that a trainer checkpoint covers; see Advance."""
     outstanding_count: builtins.int
-    """Number of units outstanding for the task, as counted by its admission. Unset: no admission."""
+    """Number of outstanding units, as counted by the task's admission. Unset: no admission."""
     unmatched_count: builtins.int
-    """Number of units evicted by the task's claims because `where` excluded them, in all epochs."""
+    """Number of units that the task's claims have evicted in all epochs because `where` excluded them."""
     too_small_count: builtins.int
-    """Number of groups evicted by the task's claims because too few members were left, in all epochs."""
+    """Number of groups that the task's claims have evicted in all epochs because too few members were left."""
     refilled_count: builtins.int
-    """Samples made claimable again for the task by evictions, in all epochs."""
+    """Number of samples that evictions have made claimable again for the task in all epochs."""
     late_count: builtins.int
-    """Number of units evicted by the task's claims because they would have become too stale, in all epochs."""
+    """Number of units that the task's claims have evicted in all epochs because they would have become too stale."""
     running_count: builtins.int
-    """Number of held units, those being generated, as counted by its admission. Unset: no `most_running`."""
+    """Number of held units (units being generated), as counted by the task's admission. Unset: no `most_running`."""
     overflow_count: builtins.int
-    """Number of units cleared to make space for new ones (OVERFLOW_DROP_LOWEST), in all epochs."""
+    """Number of units cleared in all epochs to make space for new ones (OVERFLOW_DROP_LOWEST)."""
     delivered_count: builtins.int
-    """Deliveries of samples to the task in all epochs; excludes released claims."""
+    """Number of sample deliveries to the task in all epochs, excluding deliveries to claims that were released."""
     @property
     def dead_lettered_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Indexes of dead-lettered samples that are not cleared; only the first 100."""
+        """Indexes of the first 100 dead-lettered samples that have not been cleared."""
 
     @property
     def recent_batches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecentBatch]:
-        """The last 16 batches planned for its ranks in this epoch, ordered by batch_index. Empty after a start of the
+        """The last 16 batches planned for its ranks in this epoch, ordered by batch_index. Empty after a restart of the
         service.
         """
 
     @property
     def leases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ClaimLease]:
-        """The 20 of these claims that were delivered first, in order. Empty in responses of Watch."""
+        """The first 20 of these claims, in order of delivery. Empty in Watch responses."""
 
     @property
     def step_times(self) -> global___StepTimes:
@@ -3120,7 +3231,7 @@ global___TaskStatus = TaskStatus
 
 @typing.final
 class DescribePartitionResponse(google.protobuf.message.Message):
-    """A partition: its samples by state, fields, tasks and limits."""
+    """Description of a partition: sample counts by state, fields, tasks and limits."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3153,11 +3264,11 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     failed_count: builtins.int
     """Number of samples in SAMPLE_STATE_FAILED."""
     group_count: builtins.int
-    """Number of groups that have members in the partition; rollouts without a group do not count."""
+    """Number of groups that have members in the partition; rollouts without a group are not counted."""
     used_bytes: builtins.int
-    """Bytes of its samples' values."""
+    """Total size of the partition's sample values in bytes."""
     max_bytes: builtins.int
-    """Limit on these bytes. Unset: only the quotas of the storage services limit them."""
+    """Limit on this size. Unset: only the storage services' quotas limit it."""
     waiting_put_count: builtins.int
     """Number of puts of new samples that wait for capacity or for an admission."""
     samples_per_round: builtins.int
@@ -3165,12 +3276,12 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     rollout_count: builtins.int
     """Number of rollouts that have samples in the partition."""
     released_count: builtins.int
-    """Number of samples released because all required tasks were done with them."""
+    """Number of samples released because all required tasks had finished with them."""
     expired_count: builtins.int
-    """Number of samples released by age."""
+    """Number of samples released because of their age."""
     @property
     def summary(self) -> global___PartitionSummary:
-        """Name, incarnation and numbers of samples."""
+        """Name, incarnation and sample counts."""
 
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FieldStatus]:
@@ -3178,7 +3289,7 @@ class DescribePartitionResponse(google.protobuf.message.Message):
 
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TaskStatus]:
-        """All tasks that have claimed or that the partition was created with."""
+        """All tasks that have claimed or that were declared when the partition was created."""
 
     @property
     def custom_meta_columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MetaColumnStatus]:
@@ -3190,7 +3301,7 @@ class DescribePartitionResponse(google.protobuf.message.Message):
 
     @property
     def declared_tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of all tasks that may consume the partition. Empty: any task may."""
+        """Names of all tasks that may consume the partition. Empty: any task may consume it."""
 
     @property
     def revision(self) -> global___Revision:
@@ -3198,7 +3309,7 @@ class DescribePartitionResponse(google.protobuf.message.Message):
 
     @property
     def release(self) -> global___Release:
-        """Rules for clearing samples automatically. Unset: they are never cleared automatically."""
+        """Rules for clearing samples automatically. Unset: samples are never cleared automatically."""
 
     def __init__(
         self,
@@ -3246,7 +3357,7 @@ class Revision(google.protobuf.message.Message):
     instance_id: builtins.bytes
     """Instance id of the controller: 16 random bytes, new at each start."""
     number: builtins.int
-    """Number of the state, from 1; later states have higher numbers."""
+    """Number of the state, starting at 1. Later states have higher numbers."""
     def __init__(
         self,
         *,
@@ -3269,9 +3380,9 @@ class WatchRequest(google.protobuf.message.Message):
     OMIT_TASKS_FIELD_NUMBER: builtins.int
     PROGRESS_INTERVAL_FIELD_NUMBER: builtins.int
     prefix: builtins.str
-    """Prefix of the names of the partitions. Empty: all."""
+    """Prefix of the partition names. Empty: all partitions."""
     omit_samples: builtins.bool
-    """Whether to omit samples: `PartitionChange` then has neither `samples` nor `cleared_samples`."""
+    """Whether to omit samples. `PartitionChange` then contains neither `samples` nor `cleared_samples`."""
     omit_tasks: builtins.bool
     """Whether to omit tasks; claims then cause no responses."""
     @property
@@ -3280,8 +3391,8 @@ class WatchRequest(google.protobuf.message.Message):
 
     @property
     def progress_interval(self) -> google.protobuf.duration_pb2.Duration:
-        """Interval after which, without changes, the service sends an empty response as a sign of progress; at least 0.1 s.
-        Unset: 10 s.
+        """Interval without changes after which the service sends an empty response to confirm that the client's state is
+        current; at least 0.1 s. Unset: 10 s.
         """
 
     def __init__(
@@ -3308,14 +3419,14 @@ class WatchResponse(google.protobuf.message.Message):
     PARTITIONS_FIELD_NUMBER: builtins.int
     @property
     def revision(self) -> global___Revision:
-        """All changes up to this revision have been sent, so a Watch can continue from it. Unset: further responses complete
-        this one.
+        """All changes up to this revision have been sent, so a Watch can continue from it. Unset: this response is
+        incomplete, and the next response continues it.
         """
 
     @property
     def partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartitionChange]:
-        """Changed partitions, in the order in which to apply them: cleared partitions come first. If it is no longer known
-        which samples were cleared, their partition is sent as cleared and then again as new.
+        """Changed partitions, in the order in which to apply the changes; cleared partitions come first. If the service no
+        longer knows which samples were cleared, it sends their partition as cleared and then again as new.
         """
 
     def __init__(
@@ -3331,8 +3442,8 @@ global___WatchResponse = WatchResponse
 
 @typing.final
 class PartitionChange(google.protobuf.message.Message):
-    """Latest state of the changed parts of a partition. It may be newer than `WatchResponse.revision` and may be repeated:
-    apply it as a state, not as a step.
+    """Latest state of the changed parts of a partition. The state may be newer than `WatchResponse.revision` and may be
+    sent more than once, so apply it as a state, not as an increment.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -3349,8 +3460,8 @@ class PartitionChange(google.protobuf.message.Message):
     incarnation: builtins.bytes
     """Id of its incarnation: 16 random bytes. An incarnation that the client does not know is new."""
     cleared: builtins.bool
-    """Whether to discard this incarnation with all its samples and tasks: it was cleared, or is sent again from the
-    start. No other field is set then.
+    """Whether to discard this incarnation with all its samples and tasks, because it was cleared or will be sent again
+    from the start. If set, only `partition_id` and `incarnation` are also set.
     """
     @property
     def summary(self) -> global___PartitionSummary:
@@ -3358,18 +3469,18 @@ class PartitionChange(google.protobuf.message.Message):
 
     @property
     def samples(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """Samples that were inserted or had a field, the state or custom_meta written. Includes keys, groups, all their
-        custom_meta, and `fields` and `produced` as in LookupSamples; no `locations`. Unset: none.
+        """Samples that were inserted, or whose fields, state or custom_meta were written. Includes the samples' keys, groups
+        and all their custom_meta, and `fields` and `produced` as in LookupSamples, but no `locations`. Unset: none.
         """
 
     @property
     def cleared_samples(self) -> global___ClearedSamples:
-        """Samples that were cleared; apply before `samples`. Unset: none."""
+        """Samples that were cleared; discard them before you apply `samples`. Unset: none."""
 
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TaskStatus]:
-        """Tasks that claimed, acknowledged, released or lost samples, were reset or reached their end. All tasks if samples
-        were cleared or failed, or the partition was sealed.
+        """Tasks that claimed, acknowledged, released or lost samples, were reset or reached their end. Includes all tasks if
+        samples were cleared or failed, or if the partition was sealed.
         """
 
     def __init__(
@@ -3402,7 +3513,7 @@ class ClearedSamples(google.protobuf.message.Message):
 
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Key of each sample, "" for one without. Empty: no sample had a key."""
+        """Key of each sample, or "" for a sample without a key. Empty: no sample had a key."""
 
     def __init__(
         self,
@@ -3426,15 +3537,15 @@ class GetStatusRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     prefix: builtins.str
-    """Prefix of the names of partitions, including those that do not exist. Empty: all partitions."""
+    """Prefix of the names of partitions, including partitions that do not exist. Empty: all partitions."""
     explain: builtins.bool
-    """Whether each wait includes its reason. Unset: `waits` has only partitions, tasks and numbers of calls."""
+    """Whether each wait includes its reason. Unset: `waits` contains only partitions, tasks, fields and numbers of calls."""
     page_size: builtins.int
-    """Maximum partitions per page. 0, or more than the service's limit (1,000): that limit. A page also ends before it
-    grows large.
+    """Maximum number of partitions per page. 0, or a value above the service's limit (1,000), means this limit. A page
+    may end earlier to limit its size.
     """
     page_token: builtins.str
-    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page."""
+    """`next_page_token` from the previous page; all other fields must be unchanged. Empty: the first page."""
     def __init__(
         self,
         *,
@@ -3471,11 +3582,11 @@ class ServiceInfo(google.protobuf.message.Message):
     role: builtins.str
     """"all", or "controller" if storage services run in separate processes."""
     durability: builtins.str
-    """Failures that an acknowledged change survives: none ("memory"), a crash of any process ("process"), a crash of the
-    host ("disk"), or the loss of the host ("cluster").
+    """Worst failure that an acknowledged change survives: none ("memory"), a crash of any process ("process"), a crash of
+    the host ("disk"), or the loss of the host ("cluster").
     """
     data_dir: builtins.str
-    """Directory of the service's state. Empty: none, or the token does not cover all partitions."""
+    """Directory of the service's state. Empty: there is none, or the token does not cover all partitions."""
     tls: builtins.bool
     """Whether it uses TLS."""
     client_certificates: builtins.bool
@@ -3514,8 +3625,8 @@ global___ServiceInfo = ServiceInfo
 
 @typing.final
 class RecordingStatus(google.protobuf.message.Message):
-    """Status of a service's recording, which contains the batches of ranks with their bytes and can be served again by
-    tq-service replay.
+    """Status of a service's recording. The recording contains the ranks' batches with their bytes, and tq-service replay
+    can serve it again.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -3533,13 +3644,13 @@ class RecordingStatus(google.protobuf.message.Message):
     LINKED_BYTES_FIELD_NUMBER: builtins.int
     PROCESSOR_FIELD_NUMBER: builtins.int
     place: builtins.str
-    """Directory, or URL of the object store without user, password and settings. Empty: the token does not cover all
-    partitions.
+    """Directory of the recording, or URL of the object store without user name, password and settings. Empty: the token
+    does not cover all partitions.
     """
     is_recording: builtins.bool
-    """Whether steps are being recorded; if not, `error` stopped it until the service restarts."""
+    """Whether steps are being recorded. If not, `error` stopped the recording until the service restarts."""
     error: builtins.str
-    """Why recording stopped. Empty: it did not stop, or the token does not cover all partitions."""
+    """Why recording stopped. Empty: recording has not stopped, or the token does not cover all partitions."""
     step_count: builtins.int
     """Number of steps in the recording."""
     stored_bytes: builtins.int
@@ -3547,18 +3658,18 @@ class RecordingStatus(google.protobuf.message.Message):
     recorded_step_count: builtins.int
     """Steps recorded since the start."""
     skipped_step_count: builtins.int
-    """Steps since the start that could not be recorded."""
+    """Steps that the service has failed to record since the start."""
     removed_step_count: builtins.int
     """Steps removed since the start to make space for newer ones, because of `record_steps` or `record_bytes`."""
     pending_bytes: builtins.int
     """Bytes in memory, waiting to be written."""
     copied_bytes: builtins.int
-    """Bytes of puts copied since the start."""
+    """Bytes copied from puts into the recording since the start."""
     linked_bytes: builtins.int
-    """Bytes of puts recorded since the start by linking a file of the data directory."""
+    """Bytes of puts recorded since the start by linking to files in the data directory."""
     @property
     def processor(self) -> google.protobuf.duration_pb2.Duration:
-        """CPU time of recording since the start, excluding writes by the operating system."""
+        """CPU time spent on recording since the start, excluding writes by the operating system."""
 
     def __init__(
         self,
@@ -3593,7 +3704,7 @@ class ControllerStatus(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     LAG_COUNT_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Name of the controller within the cluster, kept with its data directory."""
+    """Name of the controller within the cluster, stored in the controller's data directory."""
     address: builtins.str
     """Address for clients."""
     is_leader: builtins.bool
@@ -3601,7 +3712,7 @@ class ControllerStatus(google.protobuf.message.Message):
     epoch: builtins.int
     """Epoch of the leader, higher than that of every earlier leader. 0 for standbys."""
     lag_count: builtins.int
-    """Number of journal records not applied yet, as of about one second ago."""
+    """Number of journal records that the controller had not yet applied about one second ago."""
     def __init__(
         self,
         *,
@@ -3634,7 +3745,7 @@ class StorageStatus(google.protobuf.message.Message):
     storage_id: builtins.str
     """Unique name of the storage service."""
     address: builtins.str
-    """Address for clients. Empty: it runs in the controller's process and uses its address."""
+    """Address for clients. Empty: the service runs in the controller's process and uses the controller's address."""
     used_bytes: builtins.int
     """Bytes stored and reserved."""
     max_bytes: builtins.int
@@ -3644,14 +3755,14 @@ class StorageStatus(google.protobuf.message.Message):
     version: builtins.str
     """Version of the storage service. Empty: not reported."""
     is_silent: builtins.bool
-    """Whether it receives no puts because its heartbeats are overdue."""
+    """Whether the service receives no puts because its heartbeats are overdue."""
     is_adopted: builtins.bool
-    """Whether the service at `address` took over the puts of a lost storage service of this name; it receives no new puts
-    under this name.
+    """Whether the service at `address` has taken over the puts of a lost storage service with this name. It receives no
+    new puts under this name.
     """
     @property
     def heard_ago(self) -> google.protobuf.duration_pb2.Duration:
-        """Time since its last heartbeat. Unset: it runs in the controller's process."""
+        """Time since its last heartbeat. Unset: the service runs in the controller's process."""
 
     @property
     def mirror(self) -> tq_service.v1.metadata_pb2.MirrorStatus:
@@ -3679,7 +3790,7 @@ global___StorageStatus = StorageStatus
 
 @typing.final
 class PartitionWait(google.protobuf.message.Message):
-    """Claims that wait for the same reason, or other calls that wait for a partition that does not exist."""
+    """Claims that wait for the same reason, or other calls that wait for a nonexistent partition."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3689,8 +3800,8 @@ class PartitionWait(google.protobuf.message.Message):
     """The partition, which may not exist."""
     @property
     def reason(self) -> global___WaitReason:
-        """Reason for the wait. Without `explain` it has only `task_name`, `data_fields` and `waiting_count`. `task_name` is
-        empty if LookupSamples waits.
+        """Reason for the wait. Without `explain`, it contains only `task_name`, `data_fields` and `waiting_count`. For
+        waiting LookupSamples calls, `task_name` is empty.
         """
 
     def __init__(
@@ -3706,8 +3817,8 @@ global___PartitionWait = PartitionWait
 
 @typing.final
 class GetStatusResponse(google.protobuf.message.Message):
-    """One page of the status: partitions ordered by name (code points), including partitions that calls wait for and that
-    do not exist. A page may be empty without being the last one.
+    """One page of the status, with partitions ordered by name (code points). The page includes nonexistent partitions for
+    which calls wait. A page may be empty even if more pages follow.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -3721,7 +3832,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     CONTROLLERS_FIELD_NUMBER: builtins.int
     POLICIES_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
-    """To be sent as `page_token` for the next page. Empty: this is the last page."""
+    """Token to send as `page_token` to get the next page. Empty: this is the last page."""
     @property
     def service(self) -> global___ServiceInfo:
         """The service. Only on the first page."""
@@ -3736,11 +3847,11 @@ class GetStatusResponse(google.protobuf.message.Message):
 
     @property
     def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartitionWait]:
-        """Waiting calls, at most 32 entries per partition, in the order of arrival of their first calls."""
+        """Waiting calls, at most 32 entries per partition, ordered by the arrival of each entry's first call."""
 
     @property
     def revision(self) -> global___Revision:
-        """Revision from which a Watch continues after the complete status. Only on the first page."""
+        """Revision from which a Watch can continue after the complete status. Only on the first page."""
 
     @property
     def controllers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ControllerStatus]:
@@ -3810,20 +3921,26 @@ class AdvanceRequest(google.protobuf.message.Message):
     TRAINED_FIELD_NUMBER: builtins.int
     SAVED_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
     """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     task_name: builtins.str
     """Task of the ranks."""
     epoch: builtins.int
     """Expected epoch. STALE_EPOCH if it differs. Unset: any."""
     trained: builtins.int
-    """Last trained batch_index; includes all earlier ones. It must be planned. Unset: unchanged."""
+    """Index of the last batch that the ranks have trained on; includes all earlier batches. The batch must be planned.
+    Unset: unchanged.
+    """
     saved: builtins.int
-    """Last batch_index covered by a checkpoint of the trainer; includes all earlier ones. It must be planned and counts
-    as trained. Unset: unchanged.
+    """Index of the last batch that a trainer checkpoint covers; includes all earlier batches. The batch must be planned,
+    and counts as trained. Unset: unchanged.
     """
     def __init__(
         self,
@@ -3857,11 +3974,11 @@ class AdvanceResponse(google.protobuf.message.Message):
     SAVED_BATCH_COUNT_FIELD_NUMBER: builtins.int
     PLANNED_BATCH_COUNT_FIELD_NUMBER: builtins.int
     trained_batch_count: builtins.int
-    """Number of batches of the epoch that were trained."""
+    """Number of batches in the epoch that the ranks have trained on."""
     saved_batch_count: builtins.int
-    """Number of batches of the epoch that a checkpoint of the trainer covers."""
+    """Number of batches in the epoch that a trainer checkpoint covers."""
     planned_batch_count: builtins.int
-    """Number of batches of the epoch that were planned."""
+    """Number of batches planned in the epoch."""
     def __init__(
         self,
         *,
@@ -3887,22 +4004,28 @@ class RestartRanksRequest(google.protobuf.message.Message):
     DP_SIZE_FIELD_NUMBER: builtins.int
     TRAINED_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
     """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     task_name: builtins.str
     """Task of these ranks."""
     epoch: builtins.int
-    """Epoch of the previous ranks. If that epoch is over, and the task has `dp_size` ranks that have not trained a batch
-    after `trained` yet, nothing changes: another rank has already restarted the ranks. Unset: the ranks restart in any
-    case.
+    """Epoch of the previous ranks. Nothing changes if another rank has already restarted the ranks. This is the case if
+    that epoch has ended and the task has `dp_size` ranks that have not yet trained on a batch after `trained`. Unset:
+    the ranks restart in any case.
     """
     dp_size: builtins.int
     """Number of ranks from now on, 1 or more."""
     trained: builtins.int
-    """Last trained batch_index; includes all earlier ones. -1: none. Unset: as reported by Advance."""
+    """Index of the last batch that the ranks have trained on; includes all earlier batches. -1: none. Unset: as reported
+    by Advance.
+    """
     def __init__(
         self,
         *,
@@ -3936,9 +4059,9 @@ class RestartRanksResponse(google.protobuf.message.Message):
     epoch: builtins.int
     """The new epoch, which the ranks send with their claims."""
     batch_index: builtins.int
-    """First batch_index to request. If the ranks had already restarted: the index at which they did."""
+    """First batch_index to request. If the ranks had already restarted: the index at which they continued."""
     repeated_batch_count: builtins.int
-    """Number of batches from `batch_index` on that were already trained (Advance) and whose samples are trained again. 0
+    """Number of batches from `batch_index` on that the ranks have already trained on (Advance) and will train on again. 0
     if the ranks had already restarted.
     """
     repeated_sample_count: builtins.int
@@ -3957,7 +4080,7 @@ global___RestartRanksResponse = RestartRanksResponse
 
 @typing.final
 class TakeEvictedRequest(google.protobuf.message.Message):
-    """Requests the units that claims of a task have evicted."""
+    """Requests the units that a task's claims or admission have evicted."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3969,13 +4092,17 @@ class TakeEvictedRequest(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Expected incarnation. STALE_INCARNATION if it differs, because the partition was cleared and recreated. Empty: any."""
+    """Expected incarnation of the partition. The call fails with STALE_INCARNATION if the partition was cleared and
+    recreated. Empty: any.
+    """
     task_name: builtins.str
-    """The task; it must have claimed or be declared."""
+    """The task; it must be declared or have claimed."""
     after: builtins.int
-    """Serial of the last unit that the caller knows; the response starts after it. 0: from the first."""
+    """Serial of the last unit that the caller has received; the response starts with the next unit. 0: start with the
+    first unit.
+    """
     limit: builtins.int
-    """Maximum number of units to return, 1 to 1,024; very long names may reduce it. 0: 1,024."""
+    """Maximum number of units to return, from 1 to 1,024. If names are very long, fewer units may be returned. 0: 1,024."""
     def __init__(
         self,
         *,
@@ -4009,21 +4136,22 @@ class EvictedUnit(google.protobuf.message.Message):
     unit: global___BatchUnit.ValueType
     """Whether the unit was a single sample, a rollout or a group."""
     group: builtins.str
-    """Name of the group, or of the unit's group. Empty: none."""
+    """Name of the evicted group, or of the group that contained the unit. Empty: none."""
     key: builtins.str
     """Key of the unit's first sample. Empty: none."""
     reason: global___EvictionReason.ValueType
     """Why the unit was evicted."""
     version: builtins.int
-    """Version published at the time of the eviction, for the policy that `where` compares with, or else for that of
-    `not_before_version` or of the partition's `max_staleness`. Unset: none of these policies, or no version.
+    """Published version of the policy at the time of the eviction. The policy is taken from `where`, otherwise from
+    `not_before_version`, otherwise from the partition's `max_staleness`. Unset: none of these names a policy, or the
+    policy has no published version.
     """
     sample_count: builtins.int
-    """Number of evicted samples; for a cleared group including those that had failed before."""
+    """Number of evicted samples. For a cleared group, the count includes samples that had failed earlier."""
     refill: global___RefillOutcome.ValueType
     """Outcome of `GetMetaRequest.refill`."""
     rollout: builtins.str
-    """Name of the rollout, or of the rollout of the unit's first sample. Empty: none."""
+    """Name of the evicted rollout, or of the rollout that contained the unit's first sample. Empty: none."""
     def __init__(
         self,
         *,
@@ -4055,7 +4183,7 @@ class TakeEvictedResponse(google.protobuf.message.Message):
     """Number of units after `after` that are no longer stored."""
     @property
     def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EvictedUnit]:
-        """Units ordered by serial. Empty: none after `after`."""
+        """Units ordered by serial. Empty: there are no units after `after`."""
 
     def __init__(
         self,
@@ -4081,7 +4209,7 @@ class TrainedBatches(google.protobuf.message.Message):
     task_name: builtins.str
     """Task of the ranks."""
     batch_index: builtins.int
-    """Last trained batch_index; includes all earlier ones. It must be planned."""
+    """Index of the last batch that the ranks have trained on; includes all earlier batches. The batch must be planned."""
     def __init__(
         self,
         *,
@@ -4105,16 +4233,18 @@ class PublishVersionRequest(google.protobuf.message.Message):
     REWIND_FIELD_NUMBER: builtins.int
     TRAINED_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     policy: builtins.str
-    """The policy: 1 to 512 printable characters, named like partitions. An unknown policy is added."""
+    """The policy: 1 to 512 printable characters, with the same rules as for partition names. An unknown policy is added."""
     version: builtins.int
     """Version of its weights, 0 or more."""
     rewind: builtins.bool
-    """Whether the version may be lower than the previous one, because the trainer went back to a checkpoint."""
+    """Whether the version may be lower than the previous one because the trainer returned to a checkpoint."""
     @property
     def trained(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TrainedBatches]:
-        """Batches trained for this version; at most 64 tasks, each once (INVALID_ARGUMENT)."""
+        """Batches trained on for this version. At most 64 tasks, each only once; otherwise, INVALID_ARGUMENT."""
 
     def __init__(
         self,
@@ -4162,7 +4292,9 @@ class GetVersionRequest(google.protobuf.message.Message):
     """Minimum version to wait for, 0 or more. Unset: any."""
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
-        """Maximum wait for that version; the service may shorten it, by default to 60 s. Unset: the service answers at once."""
+        """Maximum time to wait for that version; the service may shorten it, by default to 60 s. Unset: the service responds
+        immediately.
+        """
 
     def __init__(
         self,
@@ -4212,7 +4344,9 @@ class RemovePolicyRequest(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     MISSING_OK_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     policy: builtins.str
     """Name of the policy. POLICY_NOT_FOUND if it was never published."""
     missing_ok: builtins.bool
@@ -4255,9 +4389,9 @@ class ListSamplersRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     page_size: builtins.int
-    """Maximum samplers per page. 0, or more than the service's limit (1,000): that limit."""
+    """Maximum number of samplers per page. 0, or a value above the service's limit (1,000), means this limit."""
     page_token: builtins.str
-    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page."""
+    """`next_page_token` from the previous page; all other fields must be unchanged. Empty: the first page."""
     def __init__(
         self,
         *,
@@ -4281,8 +4415,8 @@ class SamplerOption(google.protobuf.message.Message):
     name: builtins.str
     """Name of the option in the struct."""
     type: builtins.str
-    """Type of its value: "whole number", "number", "truth value", "text", "one of skip, take", "list of whole numbers",
-    or one of these followed by " or null". Empty: unspecified.
+    """Type of the option's value: "whole number", "number", "truth value", "text", "one of skip, take", "list of whole
+    numbers", or one of these followed by " or null". Empty: unspecified.
     """
     default_json: builtins.str
     """Default value as JSON. Unset: the option is required."""
@@ -4317,7 +4451,7 @@ class SamplerDescription(google.protobuf.message.Message):
     """Description in one sentence."""
     @property
     def options(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SamplerOption]:
-        """Options, required ones first. Also empty for a sampler of an installed package that was not used yet."""
+        """Options, required ones first. Also empty for a sampler from an installed package that has not been used yet."""
 
     def __init__(
         self,
@@ -4339,7 +4473,7 @@ class ListSamplersResponse(google.protobuf.message.Message):
     SAMPLERS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
-    """To be sent as `page_token` for the next page. Empty: this is the last page."""
+    """Token to send as `page_token` to get the next page. Empty: this is the last page."""
     @property
     def samplers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SamplerDescription]:
         """Samplers ordered by name."""
@@ -4369,7 +4503,7 @@ class PlacePutRequest(google.protobuf.message.Message):
     """Partition to which the put will be committed."""
     put_id: builtins.bytes
     """`PutHeader.put_id` of the put (16 bytes), if it already has one. A put that is placed again goes to another storage
-    service if one has capacity, and its bytes no longer count at the first one. Empty: a new put.
+    service if one has capacity, and its bytes no longer count toward the first service. Empty: a new put.
     """
     def __init__(
         self,
@@ -4395,20 +4529,20 @@ class PlacePutResponse(google.protobuf.message.Message):
     GRANT_BYTES_FIELD_NUMBER: builtins.int
     MAX_GRANTED_PUT_BYTES_FIELD_NUMBER: builtins.int
     embedded: builtins.bool
-    """Whether the storage service runs in the controller's process: `PutHeader.commit` can then carry the commit."""
+    """Whether the storage service runs in the controller's process. If so, `PutHeader.commit` can carry the commit."""
     controller_id: builtins.bytes
-    """To be sent as `PutHeader.controller_id` (16 bytes). If it differs from an earlier one, the controller restarted
+    """Id to send as `PutHeader.controller_id` (16 bytes). If it differs from an earlier id, the controller has restarted
     without its state.
     """
     grant_bytes: builtins.int
-    """Total bytes of further puts under the grant."""
+    """Maximum total size, in bytes, of further puts under the grant."""
     max_granted_put_bytes: builtins.int
-    """Size of the largest put allowed under the grant. Larger puts each need a PlacePut, to fill the services evenly."""
+    """Maximum size of one put under the grant. Each larger put needs its own PlacePut, so that the services fill evenly."""
     @property
     def storages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.StorageEndpoint]:
-        """Storage services with capacity, at least one. The put goes to the first; further puts under the grant go to the
-        next ones in turn. Services with more free bytes are listed more often. If a service does not answer, call PlacePut
-        again.
+        """One or more storage services with capacity. Send the put to the first service, and further puts under the grant to
+        the next ones in turn. Services with more free bytes are listed more often. If a service does not answer, call
+        PlacePut again.
         """
 
     @property
@@ -4440,15 +4574,16 @@ class CheckpointRequest(google.protobuf.message.Message):
     METADATA_FIELD_NUMBER: builtins.int
     PREFIX_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Path below the controller's checkpoint directory, 1 to 200 characters: parts separated by "/", each of ASCII
-    letters, digits and "._=@+-" and beginning with a letter or digit. Created if it does not exist.
+    """Path below the controller's checkpoint directory, 1 to 200 characters long, with components separated by "/". Each
+    component consists of ASCII letters, digits and "._=@+-", and begins with a letter or digit. The path is created if
+    it does not exist.
     """
     metadata: builtins.str
-    """Data of the caller to store with the checkpoint, such as the training step: a JSON object (RFC 8259) of at most
-    262,144 bytes. Empty: an empty object.
+    """Caller's data to store with the checkpoint, such as the training step: a JSON object (RFC 8259) of at most 262,144
+    bytes. Empty: an empty object.
     """
     prefix: builtins.str
-    """Prefix of the names of the partitions to include; it is removed from their names in the checkpoint. Empty: all
+    """Prefix of the names of the partitions to include. The checkpoint stores these names without the prefix. Empty: all
     partitions.
     """
     def __init__(
@@ -4464,7 +4599,7 @@ global___CheckpointRequest = CheckpointRequest
 
 @typing.final
 class CheckpointResponse(google.protobuf.message.Message):
-    """Confirms that the checkpoint is complete and has replaced the previous one of this name."""
+    """Confirms that the checkpoint is complete and has replaced any previous checkpoint with this name."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -4486,7 +4621,7 @@ class CheckpointResponse(google.protobuf.message.Message):
     """Bytes of the checkpoint's values."""
     @property
     def pause(self) -> google.protobuf.duration_pb2.Duration:
-        """Longest time without an answer to any call while the checkpoint was written."""
+        """Longest time during which no call was answered while the checkpoint was being written."""
 
     def __init__(
         self,
@@ -4514,16 +4649,18 @@ class RestoreRequest(google.protobuf.message.Message):
     REPLACE_FIELD_NUMBER: builtins.int
     PREFIX_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """Id of this change: 16 random bytes made by the client, the same on each retry. Other lengths: INVALID_ARGUMENT."""
+    """Id of this change: 16 random bytes, generated by the client and reused for every retry. Other lengths:
+    INVALID_ARGUMENT.
+    """
     name: builtins.str
     """Name of the checkpoint, as given to Checkpoint."""
     replace: builtins.bool
     """Whether the checkpoint replaces all existing partitions. Their claims and incarnations end, even if the checkpoint
-    has partitions with the same names. Unset: FAILED_PRECONDITION if any partitions exist.
+    contains partitions with the same names. Unset: FAILED_PRECONDITION if any partitions exist.
     """
     prefix: builtins.str
-    """Prefix added to the names in the checkpoint. Partitions without the prefix stay as they are, even with `replace`.
-    Empty: no prefix; the restore concerns all partitions.
+    """Prefix to add to the partition names in the checkpoint. Partitions without the prefix do not change, even with
+    `replace`. Empty: no prefix; the restore affects all partitions.
     """
     def __init__(
         self,
@@ -4581,13 +4718,13 @@ class ListCheckpointsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     prefix: builtins.str
-    """Prefix of their names. Empty: all checkpoints."""
+    """Prefix of the checkpoint names. Empty: all checkpoints."""
     page_size: builtins.int
-    """Maximum checkpoints per page. 0, or more than the service's limit (1,000): that limit. A page also ends before its
-    metadata grows large.
+    """Maximum number of checkpoints per page. 0, or a value above the service's limit (1,000), means this limit. A page
+    may end earlier to limit the size of its metadata.
     """
     page_token: builtins.str
-    """`next_page_token` of the previous page, with all other fields unchanged. Empty: the first page."""
+    """`next_page_token` from the previous page; all other fields must be unchanged. Empty: the first page."""
     def __init__(
         self,
         *,
@@ -4625,7 +4762,9 @@ class CheckpointSummary(google.protobuf.message.Message):
     metadata: builtins.str
     """The caller's `metadata` from Checkpoint: a JSON object."""
     problem: builtins.str
-    """Why the beginning of the file cannot be read; then only the name and the size are set. Empty: it is readable."""
+    """Why the beginning of the file cannot be read; in this case, only the name and the size are also set. Empty: it can
+    be read.
+    """
     def __init__(
         self,
         *,
@@ -4650,7 +4789,7 @@ class ListCheckpointsResponse(google.protobuf.message.Message):
     CHECKPOINTS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
-    """To be sent as `page_token` for the next page. Empty: this is the last page."""
+    """Token to send as `page_token` to get the next page. Empty: this is the last page."""
     @property
     def checkpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CheckpointSummary]:
         """Checkpoints ordered by name (code points)."""
@@ -4679,8 +4818,8 @@ class CallManyRequest(google.protobuf.message.Message):
 
     @property
     def cancelled_call_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Calls of earlier messages to cancel, before `calls` are made. A queue claim whose response was not sent is
-        released. Answered and unknown calls are ignored.
+        """Ids of calls from earlier messages. The service cancels these calls before it makes `calls`. A queue claim whose
+        response has not been sent is released. Answered and unknown calls are ignored.
         """
 
     def __init__(
@@ -4721,14 +4860,14 @@ class BatchedCall(google.protobuf.message.Message):
     TIMEOUT_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     call_id: builtins.int
-    """Chosen by the client; must differ from those of the stream's unanswered calls."""
+    """Id chosen by the client; must differ from the ids of the stream's unanswered calls."""
     method: builtins.str
     """Name of the method, such as "GetMeta"."""
     request: builtins.bytes
     """Serialized request of the method, at most 16 KiB."""
     @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
-        """Time after which the call fails with DEADLINE_EXCEEDED. Unset: never."""
+        """Time after which the call fails with DEADLINE_EXCEEDED. Unset: no deadline."""
 
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:

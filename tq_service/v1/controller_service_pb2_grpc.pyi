@@ -21,12 +21,12 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 class ControllerServiceStub:
     """Partitions, samples and claims.
 
-    Errors are a google.rpc.Status with ErrorInfo (domain "tq_service", reasons in docs/errors.md). Every call may return
-    INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) or INTERNAL. A refused call changes nothing, except
-    that a refused Commit may drop its put. Every mutating request except Checkpoint carries a `request_id` of 16 random
-    bytes made by the client. A retry with the same id changes nothing and receives the recorded response; its other
-    fields are not compared. Responses are recorded for all partitions together, for 10 minutes, or for less if there are
-    very many. GetMeta keeps its request ids separately.
+    Each error is a google.rpc.Status with an ErrorInfo (domain "tq_service", reasons in docs/errors.md). Every call may
+    return INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) or INTERNAL. A rejected call changes nothing,
+    except that a rejected Commit may drop its put. Every mutating request except Checkpoint contains a `request_id`: 16
+    random bytes that the client generates. A retry with the same id changes nothing and returns the recorded response;
+    the service does not compare the other fields. The service keeps recorded responses for 10 minutes, or for less time
+    if very many are recorded across all partitions. The ids of GetMeta calls are recorded separately.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -34,18 +34,18 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.CreatePartitionRequest,
         tq_service.v1.controller_service_pb2.CreatePartitionResponse,
     ]
-    """Creates a partition, or confirms that it exists with these settings. Optional: the first samples also create a
-    partition, with default settings. Changes: adds the partition. Idempotent, does not block. Errors: ALREADY_EXISTS
-    (it exists with other settings).
+    """Creates a partition, or confirms that it exists with these settings. This call is optional: an insert or a put of
+    new samples also creates the partition, with default settings. Changes: adds the partition. Idempotent. Does not
+    block. Errors: ALREADY_EXISTS (it exists with other settings).
     """
 
     SealPartition: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.SealPartitionRequest,
         tq_service.v1.controller_service_pb2.SealPartitionResponse,
     ]
-    """Declares that no new samples will come; existing samples may still receive columns. Changes: seals the partition;
-    its groups receive no further members, and waiting claims may end. Idempotent, does not block. Errors: NOT_FOUND,
-    FAILED_PRECONDITION (STALE_INCARNATION).
+    """Declares that no more samples will be added. Existing samples may still receive columns. Changes: seals the
+    partition. Its groups accept no further members, and waiting claims may end. Idempotent. Does not block. Errors:
+    NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     Insert: grpc.UnaryUnaryMultiCallable[
@@ -53,9 +53,9 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.InsertResponse,
     ]
     """Allocates samples without data. Changes: adds the samples, and the partition if it is new. Idempotent under
-    `request_id`. Blocks while a limit of the partition leaves no capacity, until shortly before the deadline of the
-    call. Errors: ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (PARTITION_SEALED), RESOURCE_EXHAUSTED (no
-    capacity; with RetryInfo unless the samples could never fit).
+    `request_id`. While the partition's limits leave no capacity, the call blocks until shortly before its deadline.
+    Errors: ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (PARTITION_SEALED), RESOURCE_EXHAUSTED (no capacity;
+    with RetryInfo unless the samples could never fit).
     """
 
     Commit: grpc.UnaryUnaryMultiCallable[
@@ -63,30 +63,30 @@ class ControllerServiceStub:
         tq_service.v1.commit_pb2.CommitResponse,
     ]
     """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step. It allocates new
-    samples, or adds, overwrites or appends to columns of existing ones, and acknowledges those of a leased claim
-    (`SampleWrite.ack`). Without a placement it writes only metadata and state. Idempotent under `request_id`. With new
-    samples it blocks as Insert does. If the commit is refused because of `write` or the state of the partition, or
-    finds no capacity in time, the put is dropped and its bytes are freed: put the data again under a new put_id. The
-    put stays if the commit is refused because of `placement`, `columns`, `row_count` or `request_id`, is UNAVAILABLE,
-    or was cancelled. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND: the
-    receipt is void; put the data again under a new put_id), ALREADY_EXISTS (a key exists, a sample already has a value
-    of a write-once field, or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED,
-    STALE_INCARNATION; SAMPLE_FAILED: `state` would make a failed sample live or held; LEASE_EXPIRED: see
-    `SampleWrite.claim`; LENGTH_MISMATCH, SAMPLE_NOT_HELD, TOO_MANY_EXTENTS: see `SampleWrite.append_at`),
-    INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service restarted and lost the
-    put; put the data again).
+    samples, or adds, overwrites or appends to columns of existing samples. With `SampleWrite.ack`, it acknowledges
+    samples of a leased claim. Without a `placement`, it writes only metadata and state. Idempotent under `request_id`.
+    If it adds new samples, it blocks in the same way as Insert. The put is dropped and its bytes are freed if the
+    commit is rejected because of `write`, the state of the partition, or a lack of capacity until the deadline. In
+    this case, put the data again under a new put_id. The put is kept if the commit is rejected because of `placement`,
+    `columns`, `row_count` or `request_id`, fails with UNAVAILABLE, or is cancelled. Errors: RESOURCE_EXHAUSTED (no
+    capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND: the receipt is void; put the data again under a new
+    put_id), ALREADY_EXISTS (a key exists, a sample already has a value of a write-once field, or the put is committed
+    under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION; SAMPLE_FAILED: `state` would
+    make a failed sample live or held; LEASE_EXPIRED: see `SampleWrite.claim`; LENGTH_MISMATCH, SAMPLE_NOT_HELD,
+    TOO_MANY_EXTENTS: see `SampleWrite.append_at`), INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS
+    (the storage service restarted and lost the put; put the data again).
     """
 
     Acquire: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.AcquireRequest,
         tq_service.v1.controller_service_pb2.AcquireResponse,
     ]
-    """Creates slots: samples without data, held and leased to a rollout worker before it generates their content. A long
-    poll of up to `max_wait`, which the server may shorten. Changes: adds the samples, with the published version as
-    their `start_version`, and leases them to the worker as a claim of the task. Idempotent under `request_id`. Errors:
+    """Creates slots: held samples without data, leased to a rollout worker that will generate their content. A long poll
+    of up to `max_wait`, which the server may shorten. Changes: adds the samples and leases them to the worker as a
+    claim of the task. The published version becomes their `start_version`. Idempotent under `request_id`. Errors:
     NOT_FOUND (partition, task or policy), ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (STALE_INCARNATION;
-    LEASE_EXPIRED: see `AcquireRequest.holding`), INVALID_ARGUMENT (more units than can ever be outstanding, or a
-    request with states or existing samples), RESOURCE_EXHAUSTED (too many waiting calls).
+    LEASE_EXPIRED: see `AcquireRequest.holding`), INVALID_ARGUMENT (a request with states or existing samples),
+    RESOURCE_EXHAUSTED (more units than can ever be outstanding, or too many waiting calls).
     """
 
     GetMeta: grpc.UnaryUnaryMultiCallable[
@@ -94,77 +94,80 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.GetMetaResponse,
     ]
     """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request for a
-    batch_index plans that batch for all ranks and marks its samples consumed by the task. A claim of a queue worker
-    marks its own samples. With `batch_count` the following batches that are ready are planned too. With `unmatched`,
-    samples that the task never receives are failed or cleared, even if no batch is planned. With `admit` the slots of
-    the claimed prompts are created in the same step; if Acquire would refuse them, the call fails the same way and no
-    prompt is claimed. Idempotent: a repeated request of a rank receives the same response, as does a repeated request
-    of a queue worker with the same `request_id` or `claim_name`. An unnamed claim of a queue worker that disconnects
-    before the response is sent is released. Errors: FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION,
-    STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task
-    that the partition was not created with), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
-    DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many waiting calls).
+    `batch_index` plans that batch for all ranks and marks its samples as consumed by the task. A queue worker's claim
+    marks only its own samples. With `batch_count`, subsequent batches that are ready are also planned. With
+    `unmatched`, samples that the task will never receive are failed or cleared, even if no batch is planned. With
+    `admit`, the slots of the claimed prompts are created in the same step. If Acquire would reject these slots, the
+    call fails with the same error and claims no prompt. Idempotent: a rank that repeats a request receives the same
+    response, as does a queue worker that repeats a `request_id` or `claim_name`. If a queue worker disconnects before
+    the response is sent, its claim is released unless the claim is named. Errors: FAILED_PRECONDITION (RANKS_DISAGREE,
+    STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED,
+    LEASE_EXPIRED), NOT_FOUND (a task that the partition was not created with), INVALID_ARGUMENT (arguments, unknown
+    sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many
+    waiting calls).
     """
 
     ReleaseClaim: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ReleaseClaimRequest,
         tq_service.v1.controller_service_pb2.ReleaseClaimResponse,
     ]
-    """Releases a queue claim, or some samples of a leased one. Changes: the samples are claimable again, and a later
-    GetMeta under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED after the lease of the rest
-    ran out). This also holds for an unknown claim: a client also releases a claim whose response it did not see, and
-    the release may arrive before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that the partition
-    was not created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of named samples ran out).
+    """Releases a queue claim, or some samples of a leased one. Changes: the samples can be claimed again. A later GetMeta
+    with the `request_id` of the claim is rejected with CLAIM_RELEASED, or with LEASE_EXPIRED if the lease of the
+    remaining samples has expired. This also applies to an unknown claim: a client may release a claim whose response
+    it never received, and the release may arrive before the GetMeta. Idempotent. Does not block. Errors: NOT_FOUND (a
+    task that the partition was not created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of listed samples has
+    expired).
     """
 
     AckClaim: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.AckClaimRequest,
         tq_service.v1.controller_service_pb2.AckClaimResponse,
     ]
-    """Acknowledges samples of a leased queue claim: the work on them is done. Changes: they stay consumed, regardless of
-    the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED:
-    the claim no longer holds some of them: its lease ran out, they were released, the task was reset, or the claim
-    does not exist; then none is acknowledged), INVALID_ARGUMENT (samples that were never in the claim).
+    """Acknowledges that the worker has finished processing samples of a leased queue claim. Changes: the samples stay
+    consumed, even after the lease expires. Idempotent. Does not block. Errors: NOT_FOUND (partition or task),
+    FAILED_PRECONDITION (LEASE_EXPIRED: the claim does not exist, or no longer holds some of the samples because the
+    lease expired, the samples were released, or the task was reset; in these cases, no sample is acknowledged),
+    INVALID_ARGUMENT (samples that were never in the claim).
     """
 
     ExtendClaim: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ExtendClaimRequest,
         tq_service.v1.controller_service_pb2.ExtendClaimResponse,
     ]
-    """Sets the remaining duration of a leased queue claim, counted from now. Changes: the end of its lease. Idempotent,
-    does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as for AckClaim, or no
-    samples of the claim are left), INVALID_ARGUMENT (the lease).
+    """Sets the remaining duration of a leased queue claim, counted from now. Changes: the time at which the lease
+    expires. Idempotent. Does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as
+    for AckClaim; or no samples of the claim remain), INVALID_ARGUMENT (the lease).
     """
 
     CallMany: grpc.StreamStreamMultiCallable[
         tq_service.v1.controller_service_pb2.CallManyRequest,
         tq_service.v1.controller_service_pb2.CallManyResponse,
     ]
-    """Carries many calls of one client over one stream, at lower cost than separate calls: GetMeta, AckClaim,
-    ReleaseClaim and ExtendClaim, all under the token that opened the stream. Changes, responses, errors, roles, limits
-    and metrics are those of the separate calls. Calls are neither ordered nor atomic together. Every call is answered
-    once unless it is cancelled. If the stream ends early, the client repeats unanswered calls under the same ids: over
-    a new stream if the error was UNAVAILABLE, otherwise as separate calls. The service stops reading at 256 unanswered
-    calls or 1 MiB of unread responses. Errors of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a
-    method that cannot be batched, a `call_id` in use, a `timeout` below 0, a call that is too large),
-    RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no call is open, or no response is read, for
-    `stall_seconds`), UNAVAILABLE (draining; another controller leads).
+    """Carries many GetMeta, AckClaim, ReleaseClaim and ExtendClaim calls of one client over one stream, at a lower cost
+    than separate calls. All calls use the token that opened the stream. Changes, responses, errors, roles, limits and
+    metrics are the same as for separate calls. The calls in a stream are neither ordered nor atomic as a unit. Each
+    call receives exactly one answer, unless it is cancelled. If the stream ends early, the client repeats unanswered
+    calls with the same ids. After UNAVAILABLE, it uses a new stream; otherwise, it makes separate calls. The service
+    stops reading from the stream while 256 calls are unanswered or 1 MiB of responses is unread. Errors of the stream:
+    INVALID_ARGUMENT (a message with more than 256 calls, a method that cannot be batched, a `call_id` in use, a
+    `timeout` below 0, a call that is too large), RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no
+    call is open, or no response is read, for `stall_seconds`), UNAVAILABLE (draining; another controller leads).
     """
 
     CheckConsumption: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.CheckConsumptionRequest,
         tq_service.v1.controller_service_pb2.CheckConsumptionResponse,
     ]
-    """Counts the samples that a task has consumed. Changes nothing, does not block. Errors: NOT_FOUND (partition or task,
-    unless `missing_ok`).
+    """Counts the samples that a task has consumed. Changes nothing and does not block. Errors: NOT_FOUND (partition or
+    task, unless `missing_ok`).
     """
 
     CheckProduction: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.CheckProductionRequest,
         tq_service.v1.controller_service_pb2.CheckProductionResponse,
     ]
-    """Counts the samples that have all of the named fields. Changes nothing, does not block. Errors: NOT_FOUND (partition
-    or field, unless `missing_ok`).
+    """Counts the samples that have all of the named fields. Changes nothing and does not block. Errors: NOT_FOUND
+    (partition or field, unless `missing_ok`).
     """
 
     ResetConsumption: grpc.UnaryUnaryMultiCallable[
@@ -181,87 +184,90 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.AdvanceResponse,
     ]
     """Reports the training progress of the ranks of a task. Changes: the last trained batch, and the last batch that a
-    checkpoint of the trainer covers, which counts as trained. A lower number than before changes nothing. Samples are
-    released according to the partition's `release`. Idempotent under `request_id`, does not block. Errors: NOT_FOUND
-    (partition or task), INVALID_ARGUMENT (a batch that was never planned), FAILED_PRECONDITION (STALE_INCARNATION;
-    STALE_EPOCH: the task was reset).
+    trainer checkpoint covers, which also counts as trained. A batch index lower than the recorded one has no effect.
+    Samples are released according to the partition's `release`. Idempotent under `request_id`. Does not block. Errors:
+    NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned), FAILED_PRECONDITION
+    (STALE_INCARNATION; STALE_EPOCH: the task was reset).
     """
 
     RestartRanks: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RestartRanksRequest,
         tq_service.v1.controller_service_pb2.RestartRanksResponse,
     ]
-    """Lets a new set of ranks, of the same or another size, continue a task after the last trained batch. Changes: starts
-    the next epoch of the task, so claims of the previous ranks are refused (STALE_EPOCH or RANKS_DISAGREE). Batches
-    after `trained` are dropped and their samples claimable again; the next batch_index is the one after `trained`.
-    Trained samples stay consumed. Idempotent under `request_id`, and with `epoch` also across ranks that make the same
-    request. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
-    FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`; SAMPLES_CLEARED: samples of
-    batches after `trained` were released).
+    """Lets a new set of ranks continue a task after the last trained batch. The number of ranks may change. Changes:
+    starts the next epoch of the task, so claims by the previous ranks are rejected (STALE_EPOCH or RANKS_DISAGREE).
+    Batches after `trained` are dropped, and their samples can be claimed again. The next `batch_index` is the one
+    after `trained`. Trained samples stay consumed. Idempotent under `request_id` and, if `epoch` is set, also across
+    ranks that make the same request. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch
+    that was never planned), FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`;
+    SAMPLES_CLEARED: samples of batches after `trained` were released).
     """
 
     PublishVersion: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.PublishVersionRequest,
         tq_service.v1.controller_service_pb2.PublishVersionResponse,
     ]
-    """Publishes the version of a policy's weights that is in use and, in the same step, the progress of its trainers.
-    Changes: the version, and the progress as Advance does; claims that wait for the version or compare with it may
-    proceed. Publishing the same version again changes nothing. Idempotent under `request_id`, does not block. Errors:
-    FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
-    (too many policies), INVALID_ARGUMENT, and the errors of Advance, in which case the version is not published.
+    """Publishes the version of a policy's weights that is in use and, in the same step, records the progress of its
+    trainers. Changes: the version, and the same progress as Advance. Claims that wait for the version, or whose
+    conditions refer to it, may proceed. Publishing the same version again records only the progress. Idempotent under
+    `request_id`. Does not block. Errors: FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and
+    `rewind` is unset; or a task has a `max_staleness`, and the version advances by more than the number of trained
+    batches), RESOURCE_EXHAUSTED (too many policies), INVALID_ARGUMENT, and the errors of Advance, in which case the
+    version is not published.
     """
 
     GetVersion: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.GetVersionRequest,
         tq_service.v1.controller_service_pb2.GetVersionResponse,
     ]
-    """Returns the published version of a policy: a long poll of up to `max_wait`, which the server may shorten, until a
-    version is reached. Changes nothing. Errors: NOT_FOUND (POLICY_NOT_FOUND: no version was published in time),
-    RESOURCE_EXHAUSTED (too many waiting calls).
+    """Returns the published version of a policy. A long poll of up to `max_wait`, which the server may shorten, until a
+    version of at least `at_least` is published. Changes nothing. Errors: NOT_FOUND (POLICY_NOT_FOUND: no version was
+    published in time), RESOURCE_EXHAUSTED (too many waiting calls).
     """
 
     RemovePolicy: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RemovePolicyRequest,
         tq_service.v1.controller_service_pb2.RemovePolicyResponse,
     ]
-    """Removes a policy, for example after a run; its next version may be any number. Changes: removes its version.
-    Idempotent under `request_id`, does not block. Errors: NOT_FOUND (POLICY_NOT_FOUND, unless `missing_ok`).
+    """Removes a policy, for example after a run. The next version published under its name may be any number. Changes:
+    removes the policy's version. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND (POLICY_NOT_FOUND,
+    unless `missing_ok`), FAILED_PRECONDITION (STALENESS_BOUNDED: the policy bounds the staleness of outstanding work).
     """
 
     RequeueDeadLettered: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RequeueDeadLetteredRequest,
         tq_service.v1.controller_service_pb2.RequeueDeadLetteredResponse,
     ]
-    """Requeues dead-lettered samples of a task. Changes: they are claimable, and their delivery counts start from 0.
-    Samples that are not dead-lettered are ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND
-    (partition or task), FAILED_PRECONDITION (STALE_INCARNATION; or the ranks of the task have reached their end: then
-    ResetConsumption with `keep_consumed` delivers the samples again).
+    """Requeues dead-lettered samples of a task. Changes: the samples can be claimed again, and their delivery counts
+    restart at 0. Samples that are not dead-lettered are ignored. Idempotent under `request_id`. Does not block.
+    Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION; or the task's ranks have already
+    received END: to redeliver the samples, call ResetConsumption with `keep_consumed`).
     """
 
     TakeEvicted: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.TakeEvictedRequest,
         tq_service.v1.controller_service_pb2.TakeEvictedResponse,
     ]
-    """Returns the units that the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that
-    replace them. The newest 65,536 are kept, across epochs of the task. Changes nothing, does not block. Errors:
-    NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+    """Returns, in order, the units that a task's claims have evicted (`GetMetaRequest.unmatched`), so that the caller can
+    replace them. The service keeps the 65,536 most recently evicted units, across all epochs of the task. Changes
+    nothing and does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     SetCustomMeta: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.SetCustomMetaRequest,
         tq_service.v1.controller_service_pb2.SetCustomMetaResponse,
     ]
-    """Writes custom_meta of samples; the values merge with existing ones. Changes: the named columns; waiting claims may
-    become ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is not JSON or is too
-    large), FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+    """Writes custom_meta of samples. New values are merged with existing values. Changes: the values in the named
+    columns. Waiting claims may become ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value
+    is not JSON or is too large), FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
     """
 
     TruncateSamples: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.TruncateSamplesRequest,
         tq_service.v1.controller_service_pb2.TruncateSamplesResponse,
     ]
-    """Truncates fields of held samples to a length. Changes: their cells; a cell of length 0 is no longer produced. Bytes
-    are freed by extent, each stored by one append or put; the bytes of a partly cut extent are kept until all of it is
+    """Truncates the cells of held samples to specified lengths. Changes: the cells. A cell of length 0 no longer counts
+    as produced. Each append or put stores one extent. An extent's bytes are freed only once the entire extent has been
     cut. Idempotent: a cell that already has the length is unchanged. Does not block. Errors: NOT_FOUND,
     INVALID_ARGUMENT (a field that cannot be truncated), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED,
     SAMPLE_NOT_HELD; LENGTH_MISMATCH: a cell is shorter).
@@ -271,8 +277,9 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.CloseGroupsRequest,
         tq_service.v1.controller_service_pb2.CloseGroupsResponse,
     ]
-    """Closes groups, which then accept no further members, and rollouts, which then accept no further samples. Changes:
-    they are complete. Idempotent, does not block. Errors: NOT_FOUND (partition, group or rollout).
+    """Closes groups and rollouts, after which no more members or samples can join them. Changes: the rollouts become
+    complete, as does each group whose rollouts are all complete. Idempotent. Does not block. Errors: NOT_FOUND
+    (partition, group or rollout).
     """
 
     LookupSamples: grpc.UnaryUnaryMultiCallable[
@@ -281,18 +288,18 @@ class ControllerServiceStub:
     ]
     """Finds samples by index, key, group or rollout, or lists all samples of a partition, page by page, optionally
     filtered by conditions. Each page is a consistent snapshot. Samples inserted between two pages are listed if their
-    indexes are still ahead; samples cleared between two pages are left out. Changes nothing. With `max_wait` the call
-    for the first page blocks until `min_count` samples are found. Errors: NOT_FOUND (partition or task, unless
-    `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first page;
-    PARTITION_CLEARED: it was cleared while the call waited), INVALID_ARGUMENT (conditions, or a page token of another
-    list), RESOURCE_EXHAUSTED (too many waiting calls).
+    indexes follow those already listed. Samples cleared between two pages are omitted. Changes nothing. With
+    `max_wait`, the call for the first page blocks for up to that time until `min_count` samples are found. Errors:
+    NOT_FOUND (partition or task, unless `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was
+    cleared after the first page; PARTITION_CLEARED: the partition was cleared while the call waited), INVALID_ARGUMENT
+    (conditions, or a page token of another list), RESOURCE_EXHAUSTED (too many waiting calls).
     """
 
     Locate: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.LocateRequest,
         tq_service.v1.controller_service_pb2.LocateResponse,
     ]
-    """Returns the locations of cells. Changes nothing, does not block. Errors: NOT_FOUND (partition; field, unless
+    """Returns the locations of cells. Changes nothing and does not block. Errors: NOT_FOUND (partition; field, unless
     `skip_missing_fields`; key or sample, unless `skip_missing`; a cell that is not produced, unless either of them),
     FAILED_PRECONDITION (STALE_INCARNATION).
     """
@@ -301,41 +308,41 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.ClearSamplesRequest,
         tq_service.v1.controller_service_pb2.ClearSamplesResponse,
     ]
-    """Removes samples, in steps of 32,768; calls between two steps see some of them removed and some not. Changes:
-    removes their cells, keys and claims; their indexes are never reused. Unknown keys and indexes are ignored.
-    Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`); unless
-    `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+    """Removes samples in steps of 32,768. Calls between two steps find only some of the samples removed. Changes: removes
+    the samples' cells, keys and claims. The indexes of removed samples are never reused. Unknown keys and indexes are
+    ignored. Idempotent under `request_id`. Does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`);
+    unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ClearFields: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ClearFieldsRequest,
         tq_service.v1.controller_service_pb2.ClearFieldsResponse,
     ]
-    """Clears fields of samples, in steps like ClearSamples; the samples stay. Changes: their cells of these fields are
-    freed and no longer produced, until they are put again. Keys, groups, custom_meta and consumption stay, also of
-    samples that are held, leased or in a planned batch; claims that need the fields do not get the samples. Missing
-    samples and cells are ignored. Idempotent under `request_id`, does not block. Errors: INVALID_ARGUMENT (a field
-    with group scope, see `groups`), FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`); unless `missing_ok`: NOT_FOUND
-    (partition, field), FAILED_PRECONDITION (STALE_INCARNATION).
+    """Clears fields of samples in steps, like ClearSamples. The samples remain. Changes: the cells of these fields are
+    freed, and do not count as produced until they are put again. All samples, including those that are held, leased or
+    in a planned batch, keep their keys, groups, custom_meta and consumption. Claims that need the cleared fields do
+    not receive the samples. Missing samples and cells are ignored. Idempotent under `request_id`. Does not block.
+    Errors: INVALID_ARGUMENT (a field with group scope, see `groups`), FAILED_PRECONDITION (LEASE_EXPIRED: see
+    `claim`); unless `missing_ok`: NOT_FOUND (partition, field), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     FailSamples: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.FailSamplesRequest,
         tq_service.v1.controller_service_pb2.FailSamplesResponse,
     ]
-    """Marks samples as failed, in steps of 32,768 like ClearSamples. Changes: they count as done for all tasks and their
-    bytes are freed; keys, groups and custom_meta stay. Samples that do not exist or have already failed are ignored.
-    Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION
-    (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+    """Marks samples as failed in steps of 32,768, like ClearSamples. Changes: the samples count as done for all tasks,
+    and their bytes are freed. They keep their keys, groups and custom_meta. Samples that do not exist or have already
+    failed are ignored. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND (partition or task),
+    FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
     """
 
     ClearPartition: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ClearPartitionRequest,
         tq_service.v1.controller_service_pb2.ClearPartitionResponse,
     ]
-    """Removes a partition and its content. Changes: frees its bytes and claims; calls that wait on it fail with
-    FAILED_PRECONDITION (PARTITION_CLEARED). The name may be reused. Idempotent under `request_id`, does not block.
-    Errors, unless `missing_ok`: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
+    """Removes a partition and all its contents. Changes: frees the partition's bytes and removes its claims. Calls that
+    wait on the partition fail with FAILED_PRECONDITION (PARTITION_CLEARED). The name may be reused. Idempotent under
+    `request_id`. Does not block. Errors, unless `missing_ok`: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ListPartitions: grpc.UnaryUnaryMultiCallable[
@@ -343,7 +350,7 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.ListPartitionsResponse,
     ]
     """Lists partitions by name, page by page. Each page is a consistent snapshot. Partitions created or cleared between
-    two pages may or may not be listed; all others are listed once. Changes nothing, does not block. Errors:
+    two pages may or may not be listed; all others are listed once. Changes nothing and does not block. Errors:
     INVALID_ARGUMENT (page size or token).
     """
 
@@ -351,27 +358,28 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.DescribePartitionRequest,
         tq_service.v1.controller_service_pb2.DescribePartitionResponse,
     ]
-    """Describes a partition: fields, states, tasks. Changes nothing, does not block. Errors: NOT_FOUND."""
+    """Describes a partition: fields, states, tasks. Changes nothing and does not block. Errors: NOT_FOUND."""
 
     Explain: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ExplainRequest,
         tq_service.v1.controller_service_pb2.ExplainResponse,
     ]
-    """Explains why the currently waiting claims of a partition wait: the ready samples, and the reasons why the others
-    are not ready. Changes nothing, does not block. Costs one pass over the samples of the partition.
+    """Explains why claims on a partition are waiting: how many samples are ready, and why the others are not. Changes
+    nothing and does not block. The call scans all samples of the partition.
     """
 
     Watch: grpc.UnaryStreamMultiCallable[
         tq_service.v1.controller_service_pb2.WatchRequest,
         tq_service.v1.controller_service_pb2.WatchResponse,
     ]
-    """Streams changes of partitions, their samples and tasks: the latest state of each, not every intermediate step. It
-    first sends all changes since `revision`, or the full state without one, and then further changes for as long as
-    the call lasts. A slow reader receives fewer responses with the same information. Changes nothing. The service ends
-    the call with OK after some minutes and when it drains: call again with the last `revision`. Errors:
-    FAILED_PRECONDITION (COMPACTED: the changes since `revision` are no longer known, because it is too old or from
-    before the service started; call again without one), INVALID_ARGUMENT (a revision that the service never returned),
-    RESOURCE_EXHAUSTED (too many watching calls), DEADLINE_EXCEEDED (the client does not read).
+    """Streams changes to partitions, samples and tasks. The responses contain the latest state, not each intermediate
+    state. The service first sends all changes since `revision` or, if `revision` is unset, the complete state. It then
+    sends further changes until the call ends. A client that reads slowly receives fewer responses with the same
+    information. Changes nothing. The service ends the call with OK after some minutes, or when the service drains.
+    Call again with the last `revision`. Errors: FAILED_PRECONDITION (COMPACTED: the service no longer has the changes
+    since `revision`, which is too old or predates the start of the service; call again without `revision`),
+    INVALID_ARGUMENT (a revision that the service never returned), RESOURCE_EXHAUSTED (too many watching calls),
+    DEADLINE_EXCEEDED (the client does not read).
     """
 
     GetStatus: grpc.UnaryUnaryMultiCallable[
@@ -379,94 +387,94 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.GetStatusResponse,
     ]
     """Returns the status of the service, its storage services, and its partitions with their tasks and waiting claims,
-    page by page; includes claims that wait for partitions that do not exist. Each partition is a consistent snapshot.
-    Partitions created or cleared between two pages may or may not be listed. Changes nothing, does not block. With
-    `explain` it costs one pass over the samples of each partition that claims wait for. Errors: INVALID_ARGUMENT (page
-    size or token).
+    page by page. The status includes claims that wait for nonexistent partitions. Each partition is a consistent
+    snapshot. Partitions created or cleared between two pages may or may not be listed. Changes nothing and does not
+    block. With `explain`, the call scans all samples of each partition on which claims are waiting. Errors:
+    INVALID_ARGUMENT (page size or token).
     """
 
     ListSamplers: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ListSamplersRequest,
         tq_service.v1.controller_service_pb2.ListSamplersResponse,
     ]
-    """Lists the samplers available to GetMeta, with their options, page by page. Changes nothing, does not block. Errors:
-    INVALID_ARGUMENT (page size or token).
+    """Lists the samplers available to GetMeta, with their options, page by page. Changes nothing and does not block.
+    Errors: INVALID_ARGUMENT (page size or token).
     """
 
     PlacePut: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.PlacePutRequest,
         tq_service.v1.controller_service_pb2.PlacePutResponse,
     ]
-    """Chooses the storage service for a put, and grants capacity for further puts for a while. Puts of similar size
-    rotate among the storage services in proportion to their free bytes; bytes that were placed and have not arrived
-    yet do not count as free. Does not change stored state, does not block. Errors: RESOURCE_EXHAUSTED (the put is
-    larger than any quota), UNAVAILABLE (no storage service is registered).
+    """Chooses the storage service for a put, and grants capacity for further puts during a limited time. Puts of similar
+    size are distributed over the storage services in rotation, in proportion to their free bytes. Bytes that were
+    placed but have not arrived yet do not count as free. Changes no stored state and does not block. Errors:
+    RESOURCE_EXHAUSTED (the put is larger than any quota), UNAVAILABLE (no storage service is registered).
     """
 
     Checkpoint: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.CheckpointRequest,
         tq_service.v1.controller_service_pb2.CheckpointResponse,
     ]
-    """Writes a consistent copy of all partitions, or of those with a prefix, including claims and bytes, under a name in
-    the controller's checkpoint directory. Other calls proceed meanwhile. Changes nothing in the service. The name
-    refers to the complete new checkpoint or to the previous one, never to a partial one. Blocks until the bytes are
-    written; one checkpoint at a time. Errors: FAILED_PRECONDITION (another checkpoint is running, or the service does
-    not have a checkpoint directory), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a storage
-    service lost bytes of the checkpoint).
+    """Writes a consistent copy of all partitions, or of those with a prefix, to the controller's checkpoint directory
+    under a name. The copy includes claims and bytes. Other calls continue during the checkpoint. Changes nothing in
+    the service. The name always refers to a complete checkpoint, either the new one or the previous one. Blocks until
+    the bytes are written. Only one checkpoint can run at a time. Errors: FAILED_PRECONDITION (another checkpoint is
+    running, or the service does not have a checkpoint directory), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED
+    (DISK_FULL), DATA_LOSS (a storage service lost bytes of the checkpoint).
     """
 
     Restore: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RestoreRequest,
         tq_service.v1.controller_service_pb2.RestoreResponse,
     ]
-    """Restores a checkpoint into a service without partitions or, with `replace`, instead of its partitions; a prefix
-    limits this to partitions whose names begin with it. The service reads and checks the checkpoint completely before
-    it changes anything. It then copies the bytes to the currently registered storage services, next to their content,
-    and all partitions of the checkpoint appear in one step. With `replace` all others (with the prefix) are cleared in
-    that step, and calls that wait on them fail with FAILED_PRECONDITION (PARTITION_CLEARED). Shortly before the step,
-    changes of all partitions are UNAVAILABLE. A crash leaves either the old or the restored state. Idempotent under
-    `request_id`; blocks until the checkpoint is restored. Errors: FAILED_PRECONDITION (partitions exist and `replace`
-    is unset, or the service does not have a checkpoint directory), INVALID_ARGUMENT (the name or prefix, no such
-    checkpoint, or another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its
-    bytes).
+    """Restores a checkpoint into a service without partitions. With `replace`, the checkpoint replaces the existing
+    partitions. With a prefix, only partitions whose names begin with that prefix are affected. The service reads and
+    checks the entire checkpoint before it changes anything. It then copies the bytes to the currently registered
+    storage services, in addition to their existing contents. All partitions of the checkpoint appear in one step. With
+    `replace`, all existing partitions (with the prefix) are cleared in that step. Calls that wait on these partitions
+    fail with FAILED_PRECONDITION (PARTITION_CLEARED). Shortly before that step, calls that change any partition fail
+    with UNAVAILABLE. A crash leaves either the old or the restored state. Idempotent under `request_id`. Blocks until
+    the checkpoint is restored. Errors: FAILED_PRECONDITION (partitions exist and `replace` is unset, or the service
+    does not have a checkpoint directory), INVALID_ARGUMENT (the name or prefix, no such checkpoint, or another
+    format), DATA_LOSS (a file of the checkpoint is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
     """
 
     ListCheckpoints: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ListCheckpointsRequest,
         tq_service.v1.controller_service_pb2.ListCheckpointsResponse,
     ]
-    """Lists the checkpoints in the controller's checkpoint directory, page by page; reads only the beginning of each.
-    Changes nothing. Errors: FAILED_PRECONDITION (the service does not have a checkpoint directory), INVALID_ARGUMENT
-    (page size or token).
+    """Lists the checkpoints in the controller's checkpoint directory, page by page. Only the beginning of each checkpoint
+    is read. Changes nothing. Errors: FAILED_PRECONDITION (the service does not have a checkpoint directory),
+    INVALID_ARGUMENT (page size or token).
     """
 
 class ControllerServiceAsyncStub:
     """Partitions, samples and claims.
 
-    Errors are a google.rpc.Status with ErrorInfo (domain "tq_service", reasons in docs/errors.md). Every call may return
-    INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) or INTERNAL. A refused call changes nothing, except
-    that a refused Commit may drop its put. Every mutating request except Checkpoint carries a `request_id` of 16 random
-    bytes made by the client. A retry with the same id changes nothing and receives the recorded response; its other
-    fields are not compared. Responses are recorded for all partitions together, for 10 minutes, or for less if there are
-    very many. GetMeta keeps its request ids separately.
+    Each error is a google.rpc.Status with an ErrorInfo (domain "tq_service", reasons in docs/errors.md). Every call may
+    return INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) or INTERNAL. A rejected call changes nothing,
+    except that a rejected Commit may drop its put. Every mutating request except Checkpoint contains a `request_id`: 16
+    random bytes that the client generates. A retry with the same id changes nothing and returns the recorded response;
+    the service does not compare the other fields. The service keeps recorded responses for 10 minutes, or for less time
+    if very many are recorded across all partitions. The ids of GetMeta calls are recorded separately.
     """
 
     CreatePartition: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.CreatePartitionRequest,
         tq_service.v1.controller_service_pb2.CreatePartitionResponse,
     ]
-    """Creates a partition, or confirms that it exists with these settings. Optional: the first samples also create a
-    partition, with default settings. Changes: adds the partition. Idempotent, does not block. Errors: ALREADY_EXISTS
-    (it exists with other settings).
+    """Creates a partition, or confirms that it exists with these settings. This call is optional: an insert or a put of
+    new samples also creates the partition, with default settings. Changes: adds the partition. Idempotent. Does not
+    block. Errors: ALREADY_EXISTS (it exists with other settings).
     """
 
     SealPartition: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.SealPartitionRequest,
         tq_service.v1.controller_service_pb2.SealPartitionResponse,
     ]
-    """Declares that no new samples will come; existing samples may still receive columns. Changes: seals the partition;
-    its groups receive no further members, and waiting claims may end. Idempotent, does not block. Errors: NOT_FOUND,
-    FAILED_PRECONDITION (STALE_INCARNATION).
+    """Declares that no more samples will be added. Existing samples may still receive columns. Changes: seals the
+    partition. Its groups accept no further members, and waiting claims may end. Idempotent. Does not block. Errors:
+    NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     Insert: grpc.aio.UnaryUnaryMultiCallable[
@@ -474,9 +482,9 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.InsertResponse,
     ]
     """Allocates samples without data. Changes: adds the samples, and the partition if it is new. Idempotent under
-    `request_id`. Blocks while a limit of the partition leaves no capacity, until shortly before the deadline of the
-    call. Errors: ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (PARTITION_SEALED), RESOURCE_EXHAUSTED (no
-    capacity; with RetryInfo unless the samples could never fit).
+    `request_id`. While the partition's limits leave no capacity, the call blocks until shortly before its deadline.
+    Errors: ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (PARTITION_SEALED), RESOURCE_EXHAUSTED (no capacity;
+    with RetryInfo unless the samples could never fit).
     """
 
     Commit: grpc.aio.UnaryUnaryMultiCallable[
@@ -484,30 +492,30 @@ class ControllerServiceAsyncStub:
         tq_service.v1.commit_pb2.CommitResponse,
     ]
     """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step. It allocates new
-    samples, or adds, overwrites or appends to columns of existing ones, and acknowledges those of a leased claim
-    (`SampleWrite.ack`). Without a placement it writes only metadata and state. Idempotent under `request_id`. With new
-    samples it blocks as Insert does. If the commit is refused because of `write` or the state of the partition, or
-    finds no capacity in time, the put is dropped and its bytes are freed: put the data again under a new put_id. The
-    put stays if the commit is refused because of `placement`, `columns`, `row_count` or `request_id`, is UNAVAILABLE,
-    or was cancelled. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND: the
-    receipt is void; put the data again under a new put_id), ALREADY_EXISTS (a key exists, a sample already has a value
-    of a write-once field, or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED,
-    STALE_INCARNATION; SAMPLE_FAILED: `state` would make a failed sample live or held; LEASE_EXPIRED: see
-    `SampleWrite.claim`; LENGTH_MISMATCH, SAMPLE_NOT_HELD, TOO_MANY_EXTENTS: see `SampleWrite.append_at`),
-    INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service restarted and lost the
-    put; put the data again).
+    samples, or adds, overwrites or appends to columns of existing samples. With `SampleWrite.ack`, it acknowledges
+    samples of a leased claim. Without a `placement`, it writes only metadata and state. Idempotent under `request_id`.
+    If it adds new samples, it blocks in the same way as Insert. The put is dropped and its bytes are freed if the
+    commit is rejected because of `write`, the state of the partition, or a lack of capacity until the deadline. In
+    this case, put the data again under a new put_id. The put is kept if the commit is rejected because of `placement`,
+    `columns`, `row_count` or `request_id`, fails with UNAVAILABLE, or is cancelled. Errors: RESOURCE_EXHAUSTED (no
+    capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND: the receipt is void; put the data again under a new
+    put_id), ALREADY_EXISTS (a key exists, a sample already has a value of a write-once field, or the put is committed
+    under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION; SAMPLE_FAILED: `state` would
+    make a failed sample live or held; LEASE_EXPIRED: see `SampleWrite.claim`; LENGTH_MISMATCH, SAMPLE_NOT_HELD,
+    TOO_MANY_EXTENTS: see `SampleWrite.append_at`), INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS
+    (the storage service restarted and lost the put; put the data again).
     """
 
     Acquire: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.AcquireRequest,
         tq_service.v1.controller_service_pb2.AcquireResponse,
     ]
-    """Creates slots: samples without data, held and leased to a rollout worker before it generates their content. A long
-    poll of up to `max_wait`, which the server may shorten. Changes: adds the samples, with the published version as
-    their `start_version`, and leases them to the worker as a claim of the task. Idempotent under `request_id`. Errors:
+    """Creates slots: held samples without data, leased to a rollout worker that will generate their content. A long poll
+    of up to `max_wait`, which the server may shorten. Changes: adds the samples and leases them to the worker as a
+    claim of the task. The published version becomes their `start_version`. Idempotent under `request_id`. Errors:
     NOT_FOUND (partition, task or policy), ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (STALE_INCARNATION;
-    LEASE_EXPIRED: see `AcquireRequest.holding`), INVALID_ARGUMENT (more units than can ever be outstanding, or a
-    request with states or existing samples), RESOURCE_EXHAUSTED (too many waiting calls).
+    LEASE_EXPIRED: see `AcquireRequest.holding`), INVALID_ARGUMENT (a request with states or existing samples),
+    RESOURCE_EXHAUSTED (more units than can ever be outstanding, or too many waiting calls).
     """
 
     GetMeta: grpc.aio.UnaryUnaryMultiCallable[
@@ -515,77 +523,80 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.GetMetaResponse,
     ]
     """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request for a
-    batch_index plans that batch for all ranks and marks its samples consumed by the task. A claim of a queue worker
-    marks its own samples. With `batch_count` the following batches that are ready are planned too. With `unmatched`,
-    samples that the task never receives are failed or cleared, even if no batch is planned. With `admit` the slots of
-    the claimed prompts are created in the same step; if Acquire would refuse them, the call fails the same way and no
-    prompt is claimed. Idempotent: a repeated request of a rank receives the same response, as does a repeated request
-    of a queue worker with the same `request_id` or `claim_name`. An unnamed claim of a queue worker that disconnects
-    before the response is sent is released. Errors: FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION,
-    STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task
-    that the partition was not created with), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
-    DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many waiting calls).
+    `batch_index` plans that batch for all ranks and marks its samples as consumed by the task. A queue worker's claim
+    marks only its own samples. With `batch_count`, subsequent batches that are ready are also planned. With
+    `unmatched`, samples that the task will never receive are failed or cleared, even if no batch is planned. With
+    `admit`, the slots of the claimed prompts are created in the same step. If Acquire would reject these slots, the
+    call fails with the same error and claims no prompt. Idempotent: a rank that repeats a request receives the same
+    response, as does a queue worker that repeats a `request_id` or `claim_name`. If a queue worker disconnects before
+    the response is sent, its claim is released unless the claim is named. Errors: FAILED_PRECONDITION (RANKS_DISAGREE,
+    STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED,
+    LEASE_EXPIRED), NOT_FOUND (a task that the partition was not created with), INVALID_ARGUMENT (arguments, unknown
+    sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many
+    waiting calls).
     """
 
     ReleaseClaim: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ReleaseClaimRequest,
         tq_service.v1.controller_service_pb2.ReleaseClaimResponse,
     ]
-    """Releases a queue claim, or some samples of a leased one. Changes: the samples are claimable again, and a later
-    GetMeta under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED after the lease of the rest
-    ran out). This also holds for an unknown claim: a client also releases a claim whose response it did not see, and
-    the release may arrive before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that the partition
-    was not created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of named samples ran out).
+    """Releases a queue claim, or some samples of a leased one. Changes: the samples can be claimed again. A later GetMeta
+    with the `request_id` of the claim is rejected with CLAIM_RELEASED, or with LEASE_EXPIRED if the lease of the
+    remaining samples has expired. This also applies to an unknown claim: a client may release a claim whose response
+    it never received, and the release may arrive before the GetMeta. Idempotent. Does not block. Errors: NOT_FOUND (a
+    task that the partition was not created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of listed samples has
+    expired).
     """
 
     AckClaim: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.AckClaimRequest,
         tq_service.v1.controller_service_pb2.AckClaimResponse,
     ]
-    """Acknowledges samples of a leased queue claim: the work on them is done. Changes: they stay consumed, regardless of
-    the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED:
-    the claim no longer holds some of them: its lease ran out, they were released, the task was reset, or the claim
-    does not exist; then none is acknowledged), INVALID_ARGUMENT (samples that were never in the claim).
+    """Acknowledges that the worker has finished processing samples of a leased queue claim. Changes: the samples stay
+    consumed, even after the lease expires. Idempotent. Does not block. Errors: NOT_FOUND (partition or task),
+    FAILED_PRECONDITION (LEASE_EXPIRED: the claim does not exist, or no longer holds some of the samples because the
+    lease expired, the samples were released, or the task was reset; in these cases, no sample is acknowledged),
+    INVALID_ARGUMENT (samples that were never in the claim).
     """
 
     ExtendClaim: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ExtendClaimRequest,
         tq_service.v1.controller_service_pb2.ExtendClaimResponse,
     ]
-    """Sets the remaining duration of a leased queue claim, counted from now. Changes: the end of its lease. Idempotent,
-    does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as for AckClaim, or no
-    samples of the claim are left), INVALID_ARGUMENT (the lease).
+    """Sets the remaining duration of a leased queue claim, counted from now. Changes: the time at which the lease
+    expires. Idempotent. Does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as
+    for AckClaim; or no samples of the claim remain), INVALID_ARGUMENT (the lease).
     """
 
     CallMany: grpc.aio.StreamStreamMultiCallable[
         tq_service.v1.controller_service_pb2.CallManyRequest,
         tq_service.v1.controller_service_pb2.CallManyResponse,
     ]
-    """Carries many calls of one client over one stream, at lower cost than separate calls: GetMeta, AckClaim,
-    ReleaseClaim and ExtendClaim, all under the token that opened the stream. Changes, responses, errors, roles, limits
-    and metrics are those of the separate calls. Calls are neither ordered nor atomic together. Every call is answered
-    once unless it is cancelled. If the stream ends early, the client repeats unanswered calls under the same ids: over
-    a new stream if the error was UNAVAILABLE, otherwise as separate calls. The service stops reading at 256 unanswered
-    calls or 1 MiB of unread responses. Errors of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a
-    method that cannot be batched, a `call_id` in use, a `timeout` below 0, a call that is too large),
-    RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no call is open, or no response is read, for
-    `stall_seconds`), UNAVAILABLE (draining; another controller leads).
+    """Carries many GetMeta, AckClaim, ReleaseClaim and ExtendClaim calls of one client over one stream, at a lower cost
+    than separate calls. All calls use the token that opened the stream. Changes, responses, errors, roles, limits and
+    metrics are the same as for separate calls. The calls in a stream are neither ordered nor atomic as a unit. Each
+    call receives exactly one answer, unless it is cancelled. If the stream ends early, the client repeats unanswered
+    calls with the same ids. After UNAVAILABLE, it uses a new stream; otherwise, it makes separate calls. The service
+    stops reading from the stream while 256 calls are unanswered or 1 MiB of responses is unread. Errors of the stream:
+    INVALID_ARGUMENT (a message with more than 256 calls, a method that cannot be batched, a `call_id` in use, a
+    `timeout` below 0, a call that is too large), RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no
+    call is open, or no response is read, for `stall_seconds`), UNAVAILABLE (draining; another controller leads).
     """
 
     CheckConsumption: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.CheckConsumptionRequest,
         tq_service.v1.controller_service_pb2.CheckConsumptionResponse,
     ]
-    """Counts the samples that a task has consumed. Changes nothing, does not block. Errors: NOT_FOUND (partition or task,
-    unless `missing_ok`).
+    """Counts the samples that a task has consumed. Changes nothing and does not block. Errors: NOT_FOUND (partition or
+    task, unless `missing_ok`).
     """
 
     CheckProduction: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.CheckProductionRequest,
         tq_service.v1.controller_service_pb2.CheckProductionResponse,
     ]
-    """Counts the samples that have all of the named fields. Changes nothing, does not block. Errors: NOT_FOUND (partition
-    or field, unless `missing_ok`).
+    """Counts the samples that have all of the named fields. Changes nothing and does not block. Errors: NOT_FOUND
+    (partition or field, unless `missing_ok`).
     """
 
     ResetConsumption: grpc.aio.UnaryUnaryMultiCallable[
@@ -602,87 +613,90 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.AdvanceResponse,
     ]
     """Reports the training progress of the ranks of a task. Changes: the last trained batch, and the last batch that a
-    checkpoint of the trainer covers, which counts as trained. A lower number than before changes nothing. Samples are
-    released according to the partition's `release`. Idempotent under `request_id`, does not block. Errors: NOT_FOUND
-    (partition or task), INVALID_ARGUMENT (a batch that was never planned), FAILED_PRECONDITION (STALE_INCARNATION;
-    STALE_EPOCH: the task was reset).
+    trainer checkpoint covers, which also counts as trained. A batch index lower than the recorded one has no effect.
+    Samples are released according to the partition's `release`. Idempotent under `request_id`. Does not block. Errors:
+    NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned), FAILED_PRECONDITION
+    (STALE_INCARNATION; STALE_EPOCH: the task was reset).
     """
 
     RestartRanks: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RestartRanksRequest,
         tq_service.v1.controller_service_pb2.RestartRanksResponse,
     ]
-    """Lets a new set of ranks, of the same or another size, continue a task after the last trained batch. Changes: starts
-    the next epoch of the task, so claims of the previous ranks are refused (STALE_EPOCH or RANKS_DISAGREE). Batches
-    after `trained` are dropped and their samples claimable again; the next batch_index is the one after `trained`.
-    Trained samples stay consumed. Idempotent under `request_id`, and with `epoch` also across ranks that make the same
-    request. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
-    FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`; SAMPLES_CLEARED: samples of
-    batches after `trained` were released).
+    """Lets a new set of ranks continue a task after the last trained batch. The number of ranks may change. Changes:
+    starts the next epoch of the task, so claims by the previous ranks are rejected (STALE_EPOCH or RANKS_DISAGREE).
+    Batches after `trained` are dropped, and their samples can be claimed again. The next `batch_index` is the one
+    after `trained`. Trained samples stay consumed. Idempotent under `request_id` and, if `epoch` is set, also across
+    ranks that make the same request. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch
+    that was never planned), FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`;
+    SAMPLES_CLEARED: samples of batches after `trained` were released).
     """
 
     PublishVersion: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.PublishVersionRequest,
         tq_service.v1.controller_service_pb2.PublishVersionResponse,
     ]
-    """Publishes the version of a policy's weights that is in use and, in the same step, the progress of its trainers.
-    Changes: the version, and the progress as Advance does; claims that wait for the version or compare with it may
-    proceed. Publishing the same version again changes nothing. Idempotent under `request_id`, does not block. Errors:
-    FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
-    (too many policies), INVALID_ARGUMENT, and the errors of Advance, in which case the version is not published.
+    """Publishes the version of a policy's weights that is in use and, in the same step, records the progress of its
+    trainers. Changes: the version, and the same progress as Advance. Claims that wait for the version, or whose
+    conditions refer to it, may proceed. Publishing the same version again records only the progress. Idempotent under
+    `request_id`. Does not block. Errors: FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and
+    `rewind` is unset; or a task has a `max_staleness`, and the version advances by more than the number of trained
+    batches), RESOURCE_EXHAUSTED (too many policies), INVALID_ARGUMENT, and the errors of Advance, in which case the
+    version is not published.
     """
 
     GetVersion: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.GetVersionRequest,
         tq_service.v1.controller_service_pb2.GetVersionResponse,
     ]
-    """Returns the published version of a policy: a long poll of up to `max_wait`, which the server may shorten, until a
-    version is reached. Changes nothing. Errors: NOT_FOUND (POLICY_NOT_FOUND: no version was published in time),
-    RESOURCE_EXHAUSTED (too many waiting calls).
+    """Returns the published version of a policy. A long poll of up to `max_wait`, which the server may shorten, until a
+    version of at least `at_least` is published. Changes nothing. Errors: NOT_FOUND (POLICY_NOT_FOUND: no version was
+    published in time), RESOURCE_EXHAUSTED (too many waiting calls).
     """
 
     RemovePolicy: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RemovePolicyRequest,
         tq_service.v1.controller_service_pb2.RemovePolicyResponse,
     ]
-    """Removes a policy, for example after a run; its next version may be any number. Changes: removes its version.
-    Idempotent under `request_id`, does not block. Errors: NOT_FOUND (POLICY_NOT_FOUND, unless `missing_ok`).
+    """Removes a policy, for example after a run. The next version published under its name may be any number. Changes:
+    removes the policy's version. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND (POLICY_NOT_FOUND,
+    unless `missing_ok`), FAILED_PRECONDITION (STALENESS_BOUNDED: the policy bounds the staleness of outstanding work).
     """
 
     RequeueDeadLettered: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RequeueDeadLetteredRequest,
         tq_service.v1.controller_service_pb2.RequeueDeadLetteredResponse,
     ]
-    """Requeues dead-lettered samples of a task. Changes: they are claimable, and their delivery counts start from 0.
-    Samples that are not dead-lettered are ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND
-    (partition or task), FAILED_PRECONDITION (STALE_INCARNATION; or the ranks of the task have reached their end: then
-    ResetConsumption with `keep_consumed` delivers the samples again).
+    """Requeues dead-lettered samples of a task. Changes: the samples can be claimed again, and their delivery counts
+    restart at 0. Samples that are not dead-lettered are ignored. Idempotent under `request_id`. Does not block.
+    Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION; or the task's ranks have already
+    received END: to redeliver the samples, call ResetConsumption with `keep_consumed`).
     """
 
     TakeEvicted: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.TakeEvictedRequest,
         tq_service.v1.controller_service_pb2.TakeEvictedResponse,
     ]
-    """Returns the units that the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that
-    replace them. The newest 65,536 are kept, across epochs of the task. Changes nothing, does not block. Errors:
-    NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+    """Returns, in order, the units that a task's claims have evicted (`GetMetaRequest.unmatched`), so that the caller can
+    replace them. The service keeps the 65,536 most recently evicted units, across all epochs of the task. Changes
+    nothing and does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     SetCustomMeta: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.SetCustomMetaRequest,
         tq_service.v1.controller_service_pb2.SetCustomMetaResponse,
     ]
-    """Writes custom_meta of samples; the values merge with existing ones. Changes: the named columns; waiting claims may
-    become ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is not JSON or is too
-    large), FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+    """Writes custom_meta of samples. New values are merged with existing values. Changes: the values in the named
+    columns. Waiting claims may become ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value
+    is not JSON or is too large), FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
     """
 
     TruncateSamples: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.TruncateSamplesRequest,
         tq_service.v1.controller_service_pb2.TruncateSamplesResponse,
     ]
-    """Truncates fields of held samples to a length. Changes: their cells; a cell of length 0 is no longer produced. Bytes
-    are freed by extent, each stored by one append or put; the bytes of a partly cut extent are kept until all of it is
+    """Truncates the cells of held samples to specified lengths. Changes: the cells. A cell of length 0 no longer counts
+    as produced. Each append or put stores one extent. An extent's bytes are freed only once the entire extent has been
     cut. Idempotent: a cell that already has the length is unchanged. Does not block. Errors: NOT_FOUND,
     INVALID_ARGUMENT (a field that cannot be truncated), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED,
     SAMPLE_NOT_HELD; LENGTH_MISMATCH: a cell is shorter).
@@ -692,8 +706,9 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.CloseGroupsRequest,
         tq_service.v1.controller_service_pb2.CloseGroupsResponse,
     ]
-    """Closes groups, which then accept no further members, and rollouts, which then accept no further samples. Changes:
-    they are complete. Idempotent, does not block. Errors: NOT_FOUND (partition, group or rollout).
+    """Closes groups and rollouts, after which no more members or samples can join them. Changes: the rollouts become
+    complete, as does each group whose rollouts are all complete. Idempotent. Does not block. Errors: NOT_FOUND
+    (partition, group or rollout).
     """
 
     LookupSamples: grpc.aio.UnaryUnaryMultiCallable[
@@ -702,18 +717,18 @@ class ControllerServiceAsyncStub:
     ]
     """Finds samples by index, key, group or rollout, or lists all samples of a partition, page by page, optionally
     filtered by conditions. Each page is a consistent snapshot. Samples inserted between two pages are listed if their
-    indexes are still ahead; samples cleared between two pages are left out. Changes nothing. With `max_wait` the call
-    for the first page blocks until `min_count` samples are found. Errors: NOT_FOUND (partition or task, unless
-    `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first page;
-    PARTITION_CLEARED: it was cleared while the call waited), INVALID_ARGUMENT (conditions, or a page token of another
-    list), RESOURCE_EXHAUSTED (too many waiting calls).
+    indexes follow those already listed. Samples cleared between two pages are omitted. Changes nothing. With
+    `max_wait`, the call for the first page blocks for up to that time until `min_count` samples are found. Errors:
+    NOT_FOUND (partition or task, unless `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was
+    cleared after the first page; PARTITION_CLEARED: the partition was cleared while the call waited), INVALID_ARGUMENT
+    (conditions, or a page token of another list), RESOURCE_EXHAUSTED (too many waiting calls).
     """
 
     Locate: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.LocateRequest,
         tq_service.v1.controller_service_pb2.LocateResponse,
     ]
-    """Returns the locations of cells. Changes nothing, does not block. Errors: NOT_FOUND (partition; field, unless
+    """Returns the locations of cells. Changes nothing and does not block. Errors: NOT_FOUND (partition; field, unless
     `skip_missing_fields`; key or sample, unless `skip_missing`; a cell that is not produced, unless either of them),
     FAILED_PRECONDITION (STALE_INCARNATION).
     """
@@ -722,41 +737,41 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.ClearSamplesRequest,
         tq_service.v1.controller_service_pb2.ClearSamplesResponse,
     ]
-    """Removes samples, in steps of 32,768; calls between two steps see some of them removed and some not. Changes:
-    removes their cells, keys and claims; their indexes are never reused. Unknown keys and indexes are ignored.
-    Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`); unless
-    `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+    """Removes samples in steps of 32,768. Calls between two steps find only some of the samples removed. Changes: removes
+    the samples' cells, keys and claims. The indexes of removed samples are never reused. Unknown keys and indexes are
+    ignored. Idempotent under `request_id`. Does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`);
+    unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ClearFields: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ClearFieldsRequest,
         tq_service.v1.controller_service_pb2.ClearFieldsResponse,
     ]
-    """Clears fields of samples, in steps like ClearSamples; the samples stay. Changes: their cells of these fields are
-    freed and no longer produced, until they are put again. Keys, groups, custom_meta and consumption stay, also of
-    samples that are held, leased or in a planned batch; claims that need the fields do not get the samples. Missing
-    samples and cells are ignored. Idempotent under `request_id`, does not block. Errors: INVALID_ARGUMENT (a field
-    with group scope, see `groups`), FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`); unless `missing_ok`: NOT_FOUND
-    (partition, field), FAILED_PRECONDITION (STALE_INCARNATION).
+    """Clears fields of samples in steps, like ClearSamples. The samples remain. Changes: the cells of these fields are
+    freed, and do not count as produced until they are put again. All samples, including those that are held, leased or
+    in a planned batch, keep their keys, groups, custom_meta and consumption. Claims that need the cleared fields do
+    not receive the samples. Missing samples and cells are ignored. Idempotent under `request_id`. Does not block.
+    Errors: INVALID_ARGUMENT (a field with group scope, see `groups`), FAILED_PRECONDITION (LEASE_EXPIRED: see
+    `claim`); unless `missing_ok`: NOT_FOUND (partition, field), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     FailSamples: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.FailSamplesRequest,
         tq_service.v1.controller_service_pb2.FailSamplesResponse,
     ]
-    """Marks samples as failed, in steps of 32,768 like ClearSamples. Changes: they count as done for all tasks and their
-    bytes are freed; keys, groups and custom_meta stay. Samples that do not exist or have already failed are ignored.
-    Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION
-    (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+    """Marks samples as failed in steps of 32,768, like ClearSamples. Changes: the samples count as done for all tasks,
+    and their bytes are freed. They keep their keys, groups and custom_meta. Samples that do not exist or have already
+    failed are ignored. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND (partition or task),
+    FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
     """
 
     ClearPartition: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ClearPartitionRequest,
         tq_service.v1.controller_service_pb2.ClearPartitionResponse,
     ]
-    """Removes a partition and its content. Changes: frees its bytes and claims; calls that wait on it fail with
-    FAILED_PRECONDITION (PARTITION_CLEARED). The name may be reused. Idempotent under `request_id`, does not block.
-    Errors, unless `missing_ok`: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
+    """Removes a partition and all its contents. Changes: frees the partition's bytes and removes its claims. Calls that
+    wait on the partition fail with FAILED_PRECONDITION (PARTITION_CLEARED). The name may be reused. Idempotent under
+    `request_id`. Does not block. Errors, unless `missing_ok`: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     ListPartitions: grpc.aio.UnaryUnaryMultiCallable[
@@ -764,7 +779,7 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.ListPartitionsResponse,
     ]
     """Lists partitions by name, page by page. Each page is a consistent snapshot. Partitions created or cleared between
-    two pages may or may not be listed; all others are listed once. Changes nothing, does not block. Errors:
+    two pages may or may not be listed; all others are listed once. Changes nothing and does not block. Errors:
     INVALID_ARGUMENT (page size or token).
     """
 
@@ -772,27 +787,28 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.DescribePartitionRequest,
         tq_service.v1.controller_service_pb2.DescribePartitionResponse,
     ]
-    """Describes a partition: fields, states, tasks. Changes nothing, does not block. Errors: NOT_FOUND."""
+    """Describes a partition: fields, states, tasks. Changes nothing and does not block. Errors: NOT_FOUND."""
 
     Explain: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ExplainRequest,
         tq_service.v1.controller_service_pb2.ExplainResponse,
     ]
-    """Explains why the currently waiting claims of a partition wait: the ready samples, and the reasons why the others
-    are not ready. Changes nothing, does not block. Costs one pass over the samples of the partition.
+    """Explains why claims on a partition are waiting: how many samples are ready, and why the others are not. Changes
+    nothing and does not block. The call scans all samples of the partition.
     """
 
     Watch: grpc.aio.UnaryStreamMultiCallable[
         tq_service.v1.controller_service_pb2.WatchRequest,
         tq_service.v1.controller_service_pb2.WatchResponse,
     ]
-    """Streams changes of partitions, their samples and tasks: the latest state of each, not every intermediate step. It
-    first sends all changes since `revision`, or the full state without one, and then further changes for as long as
-    the call lasts. A slow reader receives fewer responses with the same information. Changes nothing. The service ends
-    the call with OK after some minutes and when it drains: call again with the last `revision`. Errors:
-    FAILED_PRECONDITION (COMPACTED: the changes since `revision` are no longer known, because it is too old or from
-    before the service started; call again without one), INVALID_ARGUMENT (a revision that the service never returned),
-    RESOURCE_EXHAUSTED (too many watching calls), DEADLINE_EXCEEDED (the client does not read).
+    """Streams changes to partitions, samples and tasks. The responses contain the latest state, not each intermediate
+    state. The service first sends all changes since `revision` or, if `revision` is unset, the complete state. It then
+    sends further changes until the call ends. A client that reads slowly receives fewer responses with the same
+    information. Changes nothing. The service ends the call with OK after some minutes, or when the service drains.
+    Call again with the last `revision`. Errors: FAILED_PRECONDITION (COMPACTED: the service no longer has the changes
+    since `revision`, which is too old or predates the start of the service; call again without `revision`),
+    INVALID_ARGUMENT (a revision that the service never returned), RESOURCE_EXHAUSTED (too many watching calls),
+    DEADLINE_EXCEEDED (the client does not read).
     """
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
@@ -800,76 +816,76 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.GetStatusResponse,
     ]
     """Returns the status of the service, its storage services, and its partitions with their tasks and waiting claims,
-    page by page; includes claims that wait for partitions that do not exist. Each partition is a consistent snapshot.
-    Partitions created or cleared between two pages may or may not be listed. Changes nothing, does not block. With
-    `explain` it costs one pass over the samples of each partition that claims wait for. Errors: INVALID_ARGUMENT (page
-    size or token).
+    page by page. The status includes claims that wait for nonexistent partitions. Each partition is a consistent
+    snapshot. Partitions created or cleared between two pages may or may not be listed. Changes nothing and does not
+    block. With `explain`, the call scans all samples of each partition on which claims are waiting. Errors:
+    INVALID_ARGUMENT (page size or token).
     """
 
     ListSamplers: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ListSamplersRequest,
         tq_service.v1.controller_service_pb2.ListSamplersResponse,
     ]
-    """Lists the samplers available to GetMeta, with their options, page by page. Changes nothing, does not block. Errors:
-    INVALID_ARGUMENT (page size or token).
+    """Lists the samplers available to GetMeta, with their options, page by page. Changes nothing and does not block.
+    Errors: INVALID_ARGUMENT (page size or token).
     """
 
     PlacePut: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.PlacePutRequest,
         tq_service.v1.controller_service_pb2.PlacePutResponse,
     ]
-    """Chooses the storage service for a put, and grants capacity for further puts for a while. Puts of similar size
-    rotate among the storage services in proportion to their free bytes; bytes that were placed and have not arrived
-    yet do not count as free. Does not change stored state, does not block. Errors: RESOURCE_EXHAUSTED (the put is
-    larger than any quota), UNAVAILABLE (no storage service is registered).
+    """Chooses the storage service for a put, and grants capacity for further puts during a limited time. Puts of similar
+    size are distributed over the storage services in rotation, in proportion to their free bytes. Bytes that were
+    placed but have not arrived yet do not count as free. Changes no stored state and does not block. Errors:
+    RESOURCE_EXHAUSTED (the put is larger than any quota), UNAVAILABLE (no storage service is registered).
     """
 
     Checkpoint: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.CheckpointRequest,
         tq_service.v1.controller_service_pb2.CheckpointResponse,
     ]
-    """Writes a consistent copy of all partitions, or of those with a prefix, including claims and bytes, under a name in
-    the controller's checkpoint directory. Other calls proceed meanwhile. Changes nothing in the service. The name
-    refers to the complete new checkpoint or to the previous one, never to a partial one. Blocks until the bytes are
-    written; one checkpoint at a time. Errors: FAILED_PRECONDITION (another checkpoint is running, or the service does
-    not have a checkpoint directory), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a storage
-    service lost bytes of the checkpoint).
+    """Writes a consistent copy of all partitions, or of those with a prefix, to the controller's checkpoint directory
+    under a name. The copy includes claims and bytes. Other calls continue during the checkpoint. Changes nothing in
+    the service. The name always refers to a complete checkpoint, either the new one or the previous one. Blocks until
+    the bytes are written. Only one checkpoint can run at a time. Errors: FAILED_PRECONDITION (another checkpoint is
+    running, or the service does not have a checkpoint directory), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED
+    (DISK_FULL), DATA_LOSS (a storage service lost bytes of the checkpoint).
     """
 
     Restore: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RestoreRequest,
         tq_service.v1.controller_service_pb2.RestoreResponse,
     ]
-    """Restores a checkpoint into a service without partitions or, with `replace`, instead of its partitions; a prefix
-    limits this to partitions whose names begin with it. The service reads and checks the checkpoint completely before
-    it changes anything. It then copies the bytes to the currently registered storage services, next to their content,
-    and all partitions of the checkpoint appear in one step. With `replace` all others (with the prefix) are cleared in
-    that step, and calls that wait on them fail with FAILED_PRECONDITION (PARTITION_CLEARED). Shortly before the step,
-    changes of all partitions are UNAVAILABLE. A crash leaves either the old or the restored state. Idempotent under
-    `request_id`; blocks until the checkpoint is restored. Errors: FAILED_PRECONDITION (partitions exist and `replace`
-    is unset, or the service does not have a checkpoint directory), INVALID_ARGUMENT (the name or prefix, no such
-    checkpoint, or another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its
-    bytes).
+    """Restores a checkpoint into a service without partitions. With `replace`, the checkpoint replaces the existing
+    partitions. With a prefix, only partitions whose names begin with that prefix are affected. The service reads and
+    checks the entire checkpoint before it changes anything. It then copies the bytes to the currently registered
+    storage services, in addition to their existing contents. All partitions of the checkpoint appear in one step. With
+    `replace`, all existing partitions (with the prefix) are cleared in that step. Calls that wait on these partitions
+    fail with FAILED_PRECONDITION (PARTITION_CLEARED). Shortly before that step, calls that change any partition fail
+    with UNAVAILABLE. A crash leaves either the old or the restored state. Idempotent under `request_id`. Blocks until
+    the checkpoint is restored. Errors: FAILED_PRECONDITION (partitions exist and `replace` is unset, or the service
+    does not have a checkpoint directory), INVALID_ARGUMENT (the name or prefix, no such checkpoint, or another
+    format), DATA_LOSS (a file of the checkpoint is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
     """
 
     ListCheckpoints: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.ListCheckpointsRequest,
         tq_service.v1.controller_service_pb2.ListCheckpointsResponse,
     ]
-    """Lists the checkpoints in the controller's checkpoint directory, page by page; reads only the beginning of each.
-    Changes nothing. Errors: FAILED_PRECONDITION (the service does not have a checkpoint directory), INVALID_ARGUMENT
-    (page size or token).
+    """Lists the checkpoints in the controller's checkpoint directory, page by page. Only the beginning of each checkpoint
+    is read. Changes nothing. Errors: FAILED_PRECONDITION (the service does not have a checkpoint directory),
+    INVALID_ARGUMENT (page size or token).
     """
 
 class ControllerServiceServicer(metaclass=abc.ABCMeta):
     """Partitions, samples and claims.
 
-    Errors are a google.rpc.Status with ErrorInfo (domain "tq_service", reasons in docs/errors.md). Every call may return
-    INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) or INTERNAL. A refused call changes nothing, except
-    that a refused Commit may drop its put. Every mutating request except Checkpoint carries a `request_id` of 16 random
-    bytes made by the client. A retry with the same id changes nothing and receives the recorded response; its other
-    fields are not compared. Responses are recorded for all partitions together, for 10 minutes, or for less if there are
-    very many. GetMeta keeps its request ids separately.
+    Each error is a google.rpc.Status with an ErrorInfo (domain "tq_service", reasons in docs/errors.md). Every call may
+    return INVALID_ARGUMENT (with field violations), UNAVAILABLE (draining) or INTERNAL. A rejected call changes nothing,
+    except that a rejected Commit may drop its put. Every mutating request except Checkpoint contains a `request_id`: 16
+    random bytes that the client generates. A retry with the same id changes nothing and returns the recorded response;
+    the service does not compare the other fields. The service keeps recorded responses for 10 minutes, or for less time
+    if very many are recorded across all partitions. The ids of GetMeta calls are recorded separately.
     """
 
     @abc.abstractmethod
@@ -878,9 +894,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.CreatePartitionRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CreatePartitionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CreatePartitionResponse]]:
-        """Creates a partition, or confirms that it exists with these settings. Optional: the first samples also create a
-        partition, with default settings. Changes: adds the partition. Idempotent, does not block. Errors: ALREADY_EXISTS
-        (it exists with other settings).
+        """Creates a partition, or confirms that it exists with these settings. This call is optional: an insert or a put of
+        new samples also creates the partition, with default settings. Changes: adds the partition. Idempotent. Does not
+        block. Errors: ALREADY_EXISTS (it exists with other settings).
         """
 
     @abc.abstractmethod
@@ -889,9 +905,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.SealPartitionRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.SealPartitionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.SealPartitionResponse]]:
-        """Declares that no new samples will come; existing samples may still receive columns. Changes: seals the partition;
-        its groups receive no further members, and waiting claims may end. Idempotent, does not block. Errors: NOT_FOUND,
-        FAILED_PRECONDITION (STALE_INCARNATION).
+        """Declares that no more samples will be added. Existing samples may still receive columns. Changes: seals the
+        partition. Its groups accept no further members, and waiting claims may end. Idempotent. Does not block. Errors:
+        NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod
@@ -901,9 +917,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.InsertResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.InsertResponse]]:
         """Allocates samples without data. Changes: adds the samples, and the partition if it is new. Idempotent under
-        `request_id`. Blocks while a limit of the partition leaves no capacity, until shortly before the deadline of the
-        call. Errors: ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (PARTITION_SEALED), RESOURCE_EXHAUSTED (no
-        capacity; with RetryInfo unless the samples could never fit).
+        `request_id`. While the partition's limits leave no capacity, the call blocks until shortly before its deadline.
+        Errors: ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (PARTITION_SEALED), RESOURCE_EXHAUSTED (no capacity;
+        with RetryInfo unless the samples could never fit).
         """
 
     @abc.abstractmethod
@@ -913,18 +929,18 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.commit_pb2.CommitResponse, collections.abc.Awaitable[tq_service.v1.commit_pb2.CommitResponse]]:
         """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step. It allocates new
-        samples, or adds, overwrites or appends to columns of existing ones, and acknowledges those of a leased claim
-        (`SampleWrite.ack`). Without a placement it writes only metadata and state. Idempotent under `request_id`. With new
-        samples it blocks as Insert does. If the commit is refused because of `write` or the state of the partition, or
-        finds no capacity in time, the put is dropped and its bytes are freed: put the data again under a new put_id. The
-        put stays if the commit is refused because of `placement`, `columns`, `row_count` or `request_id`, is UNAVAILABLE,
-        or was cancelled. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND: the
-        receipt is void; put the data again under a new put_id), ALREADY_EXISTS (a key exists, a sample already has a value
-        of a write-once field, or the put is committed under another request_id), FAILED_PRECONDITION (PARTITION_SEALED,
-        STALE_INCARNATION; SAMPLE_FAILED: `state` would make a failed sample live or held; LEASE_EXPIRED: see
-        `SampleWrite.claim`; LENGTH_MISMATCH, SAMPLE_NOT_HELD, TOO_MANY_EXTENTS: see `SampleWrite.append_at`),
-        INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS (the storage service restarted and lost the
-        put; put the data again).
+        samples, or adds, overwrites or appends to columns of existing samples. With `SampleWrite.ack`, it acknowledges
+        samples of a leased claim. Without a `placement`, it writes only metadata and state. Idempotent under `request_id`.
+        If it adds new samples, it blocks in the same way as Insert. The put is dropped and its bytes are freed if the
+        commit is rejected because of `write`, the state of the partition, or a lack of capacity until the deadline. In
+        this case, put the data again under a new put_id. The put is kept if the commit is rejected because of `placement`,
+        `columns`, `row_count` or `request_id`, fails with UNAVAILABLE, or is cancelled. Errors: RESOURCE_EXHAUSTED (no
+        capacity), NOT_FOUND (unknown key or sample; PUT_NOT_FOUND: the receipt is void; put the data again under a new
+        put_id), ALREADY_EXISTS (a key exists, a sample already has a value of a write-once field, or the put is committed
+        under another request_id), FAILED_PRECONDITION (PARTITION_SEALED, STALE_INCARNATION; SAMPLE_FAILED: `state` would
+        make a failed sample live or held; LEASE_EXPIRED: see `SampleWrite.claim`; LENGTH_MISMATCH, SAMPLE_NOT_HELD,
+        TOO_MANY_EXTENTS: see `SampleWrite.append_at`), INVALID_ARGUMENT (counts, dtype, layout or shape differ), DATA_LOSS
+        (the storage service restarted and lost the put; put the data again).
         """
 
     @abc.abstractmethod
@@ -933,12 +949,12 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.AcquireRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.AcquireResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.AcquireResponse]]:
-        """Creates slots: samples without data, held and leased to a rollout worker before it generates their content. A long
-        poll of up to `max_wait`, which the server may shorten. Changes: adds the samples, with the published version as
-        their `start_version`, and leases them to the worker as a claim of the task. Idempotent under `request_id`. Errors:
+        """Creates slots: held samples without data, leased to a rollout worker that will generate their content. A long poll
+        of up to `max_wait`, which the server may shorten. Changes: adds the samples and leases them to the worker as a
+        claim of the task. The published version becomes their `start_version`. Idempotent under `request_id`. Errors:
         NOT_FOUND (partition, task or policy), ALREADY_EXISTS (a key exists), FAILED_PRECONDITION (STALE_INCARNATION;
-        LEASE_EXPIRED: see `AcquireRequest.holding`), INVALID_ARGUMENT (more units than can ever be outstanding, or a
-        request with states or existing samples), RESOURCE_EXHAUSTED (too many waiting calls).
+        LEASE_EXPIRED: see `AcquireRequest.holding`), INVALID_ARGUMENT (a request with states or existing samples),
+        RESOURCE_EXHAUSTED (more units than can ever be outstanding, or too many waiting calls).
         """
 
     @abc.abstractmethod
@@ -948,16 +964,17 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.GetMetaResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.GetMetaResponse]]:
         """Delivers a batch: a long poll of up to `max_wait`, which the server may shorten. Changes: the first request for a
-        batch_index plans that batch for all ranks and marks its samples consumed by the task. A claim of a queue worker
-        marks its own samples. With `batch_count` the following batches that are ready are planned too. With `unmatched`,
-        samples that the task never receives are failed or cleared, even if no batch is planned. With `admit` the slots of
-        the claimed prompts are created in the same step; if Acquire would refuse them, the call fails the same way and no
-        prompt is claimed. Idempotent: a repeated request of a rank receives the same response, as does a repeated request
-        of a queue worker with the same `request_id` or `claim_name`. An unnamed claim of a queue worker that disconnects
-        before the response is sent is released. Errors: FAILED_PRECONDITION (RANKS_DISAGREE, STALE_INCARNATION,
-        STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED, LEASE_EXPIRED), NOT_FOUND (a task
-        that the partition was not created with), INVALID_ARGUMENT (arguments, unknown sampler or option), INTERNAL and
-        DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many waiting calls).
+        `batch_index` plans that batch for all ranks and marks its samples as consumed by the task. A queue worker's claim
+        marks only its own samples. With `batch_count`, subsequent batches that are ready are also planned. With
+        `unmatched`, samples that the task will never receive are failed or cleared, even if no batch is planned. With
+        `admit`, the slots of the claimed prompts are created in the same step. If Acquire would reject these slots, the
+        call fails with the same error and claims no prompt. Idempotent: a rank that repeats a request receives the same
+        response, as does a queue worker that repeats a `request_id` or `claim_name`. If a queue worker disconnects before
+        the response is sent, its claim is released unless the claim is named. Errors: FAILED_PRECONDITION (RANKS_DISAGREE,
+        STALE_INCARNATION, STALE_EPOCH, PARTITION_CLEARED, SAMPLES_CLEARED, BATCH_FORGOTTEN, CLAIM_RELEASED,
+        LEASE_EXPIRED), NOT_FOUND (a task that the partition was not created with), INVALID_ARGUMENT (arguments, unknown
+        sampler or option), INTERNAL and DEADLINE_EXCEEDED (the sampler failed or hung), RESOURCE_EXHAUSTED (too many
+        waiting calls).
         """
 
     @abc.abstractmethod
@@ -966,11 +983,12 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ReleaseClaimRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ReleaseClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ReleaseClaimResponse]]:
-        """Releases a queue claim, or some samples of a leased one. Changes: the samples are claimable again, and a later
-        GetMeta under the request_id of the claim is rejected (CLAIM_RELEASED; LEASE_EXPIRED after the lease of the rest
-        ran out). This also holds for an unknown claim: a client also releases a claim whose response it did not see, and
-        the release may arrive before the GetMeta. Idempotent, does not block. Errors: NOT_FOUND (a task that the partition
-        was not created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of named samples ran out).
+        """Releases a queue claim, or some samples of a leased one. Changes: the samples can be claimed again. A later GetMeta
+        with the `request_id` of the claim is rejected with CLAIM_RELEASED, or with LEASE_EXPIRED if the lease of the
+        remaining samples has expired. This also applies to an unknown claim: a client may release a claim whose response
+        it never received, and the release may arrive before the GetMeta. Idempotent. Does not block. Errors: NOT_FOUND (a
+        task that the partition was not created with), FAILED_PRECONDITION (LEASE_EXPIRED: the lease of listed samples has
+        expired).
         """
 
     @abc.abstractmethod
@@ -979,10 +997,11 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.AckClaimRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.AckClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.AckClaimResponse]]:
-        """Acknowledges samples of a leased queue claim: the work on them is done. Changes: they stay consumed, regardless of
-        the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED:
-        the claim no longer holds some of them: its lease ran out, they were released, the task was reset, or the claim
-        does not exist; then none is acknowledged), INVALID_ARGUMENT (samples that were never in the claim).
+        """Acknowledges that the worker has finished processing samples of a leased queue claim. Changes: the samples stay
+        consumed, even after the lease expires. Idempotent. Does not block. Errors: NOT_FOUND (partition or task),
+        FAILED_PRECONDITION (LEASE_EXPIRED: the claim does not exist, or no longer holds some of the samples because the
+        lease expired, the samples were released, or the task was reset; in these cases, no sample is acknowledged),
+        INVALID_ARGUMENT (samples that were never in the claim).
         """
 
     @abc.abstractmethod
@@ -991,9 +1010,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ExtendClaimRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ExtendClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ExtendClaimResponse]]:
-        """Sets the remaining duration of a leased queue claim, counted from now. Changes: the end of its lease. Idempotent,
-        does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as for AckClaim, or no
-        samples of the claim are left), INVALID_ARGUMENT (the lease).
+        """Sets the remaining duration of a leased queue claim, counted from now. Changes: the time at which the lease
+        expires. Idempotent. Does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (LEASE_EXPIRED, as
+        for AckClaim; or no samples of the claim remain), INVALID_ARGUMENT (the lease).
         """
 
     @abc.abstractmethod
@@ -1002,15 +1021,15 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[tq_service.v1.controller_service_pb2.CallManyRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[tq_service.v1.controller_service_pb2.CallManyResponse], collections.abc.AsyncIterator[tq_service.v1.controller_service_pb2.CallManyResponse]]:
-        """Carries many calls of one client over one stream, at lower cost than separate calls: GetMeta, AckClaim,
-        ReleaseClaim and ExtendClaim, all under the token that opened the stream. Changes, responses, errors, roles, limits
-        and metrics are those of the separate calls. Calls are neither ordered nor atomic together. Every call is answered
-        once unless it is cancelled. If the stream ends early, the client repeats unanswered calls under the same ids: over
-        a new stream if the error was UNAVAILABLE, otherwise as separate calls. The service stops reading at 256 unanswered
-        calls or 1 MiB of unread responses. Errors of the stream: INVALID_ARGUMENT (a message with more than 256 calls, a
-        method that cannot be batched, a `call_id` in use, a `timeout` below 0, a call that is too large),
-        RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no call is open, or no response is read, for
-        `stall_seconds`), UNAVAILABLE (draining; another controller leads).
+        """Carries many GetMeta, AckClaim, ReleaseClaim and ExtendClaim calls of one client over one stream, at a lower cost
+        than separate calls. All calls use the token that opened the stream. Changes, responses, errors, roles, limits and
+        metrics are the same as for separate calls. The calls in a stream are neither ordered nor atomic as a unit. Each
+        call receives exactly one answer, unless it is cancelled. If the stream ends early, the client repeats unanswered
+        calls with the same ids. After UNAVAILABLE, it uses a new stream; otherwise, it makes separate calls. The service
+        stops reading from the stream while 256 calls are unanswered or 1 MiB of responses is unread. Errors of the stream:
+        INVALID_ARGUMENT (a message with more than 256 calls, a method that cannot be batched, a `call_id` in use, a
+        `timeout` below 0, a call that is too large), RESOURCE_EXHAUSTED (too many such streams), DEADLINE_EXCEEDED (no
+        call is open, or no response is read, for `stall_seconds`), UNAVAILABLE (draining; another controller leads).
         """
 
     @abc.abstractmethod
@@ -1019,8 +1038,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.CheckConsumptionRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CheckConsumptionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CheckConsumptionResponse]]:
-        """Counts the samples that a task has consumed. Changes nothing, does not block. Errors: NOT_FOUND (partition or task,
-        unless `missing_ok`).
+        """Counts the samples that a task has consumed. Changes nothing and does not block. Errors: NOT_FOUND (partition or
+        task, unless `missing_ok`).
         """
 
     @abc.abstractmethod
@@ -1029,8 +1048,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.CheckProductionRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CheckProductionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CheckProductionResponse]]:
-        """Counts the samples that have all of the named fields. Changes nothing, does not block. Errors: NOT_FOUND (partition
-        or field, unless `missing_ok`).
+        """Counts the samples that have all of the named fields. Changes nothing and does not block. Errors: NOT_FOUND
+        (partition or field, unless `missing_ok`).
         """
 
     @abc.abstractmethod
@@ -1051,10 +1070,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.AdvanceResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.AdvanceResponse]]:
         """Reports the training progress of the ranks of a task. Changes: the last trained batch, and the last batch that a
-        checkpoint of the trainer covers, which counts as trained. A lower number than before changes nothing. Samples are
-        released according to the partition's `release`. Idempotent under `request_id`, does not block. Errors: NOT_FOUND
-        (partition or task), INVALID_ARGUMENT (a batch that was never planned), FAILED_PRECONDITION (STALE_INCARNATION;
-        STALE_EPOCH: the task was reset).
+        trainer checkpoint covers, which also counts as trained. A batch index lower than the recorded one has no effect.
+        Samples are released according to the partition's `release`. Idempotent under `request_id`. Does not block. Errors:
+        NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned), FAILED_PRECONDITION
+        (STALE_INCARNATION; STALE_EPOCH: the task was reset).
         """
 
     @abc.abstractmethod
@@ -1063,13 +1082,13 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.RestartRanksRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.RestartRanksResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RestartRanksResponse]]:
-        """Lets a new set of ranks, of the same or another size, continue a task after the last trained batch. Changes: starts
-        the next epoch of the task, so claims of the previous ranks are refused (STALE_EPOCH or RANKS_DISAGREE). Batches
-        after `trained` are dropped and their samples claimable again; the next batch_index is the one after `trained`.
-        Trained samples stay consumed. Idempotent under `request_id`, and with `epoch` also across ranks that make the same
-        request. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch that was never planned),
-        FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`; SAMPLES_CLEARED: samples of
-        batches after `trained` were released).
+        """Lets a new set of ranks continue a task after the last trained batch. The number of ranks may change. Changes:
+        starts the next epoch of the task, so claims by the previous ranks are rejected (STALE_EPOCH or RANKS_DISAGREE).
+        Batches after `trained` are dropped, and their samples can be claimed again. The next `batch_index` is the one
+        after `trained`. Trained samples stay consumed. Idempotent under `request_id` and, if `epoch` is set, also across
+        ranks that make the same request. Does not block. Errors: NOT_FOUND (partition or task), INVALID_ARGUMENT (a batch
+        that was never planned), FAILED_PRECONDITION (STALE_INCARNATION; STALE_EPOCH: the task has not reached `epoch`;
+        SAMPLES_CLEARED: samples of batches after `trained` were released).
         """
 
     @abc.abstractmethod
@@ -1078,11 +1097,13 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.PublishVersionRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.PublishVersionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.PublishVersionResponse]]:
-        """Publishes the version of a policy's weights that is in use and, in the same step, the progress of its trainers.
-        Changes: the version, and the progress as Advance does; claims that wait for the version or compare with it may
-        proceed. Publishing the same version again changes nothing. Idempotent under `request_id`, does not block. Errors:
-        FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and `rewind` is unset), RESOURCE_EXHAUSTED
-        (too many policies), INVALID_ARGUMENT, and the errors of Advance, in which case the version is not published.
+        """Publishes the version of a policy's weights that is in use and, in the same step, records the progress of its
+        trainers. Changes: the version, and the same progress as Advance. Claims that wait for the version, or whose
+        conditions refer to it, may proceed. Publishing the same version again records only the progress. Idempotent under
+        `request_id`. Does not block. Errors: FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and
+        `rewind` is unset; or a task has a `max_staleness`, and the version advances by more than the number of trained
+        batches), RESOURCE_EXHAUSTED (too many policies), INVALID_ARGUMENT, and the errors of Advance, in which case the
+        version is not published.
         """
 
     @abc.abstractmethod
@@ -1091,9 +1112,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.GetVersionRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.GetVersionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.GetVersionResponse]]:
-        """Returns the published version of a policy: a long poll of up to `max_wait`, which the server may shorten, until a
-        version is reached. Changes nothing. Errors: NOT_FOUND (POLICY_NOT_FOUND: no version was published in time),
-        RESOURCE_EXHAUSTED (too many waiting calls).
+        """Returns the published version of a policy. A long poll of up to `max_wait`, which the server may shorten, until a
+        version of at least `at_least` is published. Changes nothing. Errors: NOT_FOUND (POLICY_NOT_FOUND: no version was
+        published in time), RESOURCE_EXHAUSTED (too many waiting calls).
         """
 
     @abc.abstractmethod
@@ -1102,8 +1123,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.RemovePolicyRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.RemovePolicyResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RemovePolicyResponse]]:
-        """Removes a policy, for example after a run; its next version may be any number. Changes: removes its version.
-        Idempotent under `request_id`, does not block. Errors: NOT_FOUND (POLICY_NOT_FOUND, unless `missing_ok`).
+        """Removes a policy, for example after a run. The next version published under its name may be any number. Changes:
+        removes the policy's version. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND (POLICY_NOT_FOUND,
+        unless `missing_ok`), FAILED_PRECONDITION (STALENESS_BOUNDED: the policy bounds the staleness of outstanding work).
         """
 
     @abc.abstractmethod
@@ -1112,10 +1134,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.RequeueDeadLetteredRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.RequeueDeadLetteredResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RequeueDeadLetteredResponse]]:
-        """Requeues dead-lettered samples of a task. Changes: they are claimable, and their delivery counts start from 0.
-        Samples that are not dead-lettered are ignored. Idempotent under `request_id`, does not block. Errors: NOT_FOUND
-        (partition or task), FAILED_PRECONDITION (STALE_INCARNATION; or the ranks of the task have reached their end: then
-        ResetConsumption with `keep_consumed` delivers the samples again).
+        """Requeues dead-lettered samples of a task. Changes: the samples can be claimed again, and their delivery counts
+        restart at 0. Samples that are not dead-lettered are ignored. Idempotent under `request_id`. Does not block.
+        Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION; or the task's ranks have already
+        received END: to redeliver the samples, call ResetConsumption with `keep_consumed`).
         """
 
     @abc.abstractmethod
@@ -1124,9 +1146,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.TakeEvictedRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.TakeEvictedResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.TakeEvictedResponse]]:
-        """Returns the units that the claims of a task have evicted (`GetMetaRequest.unmatched`), in order, for callers that
-        replace them. The newest 65,536 are kept, across epochs of the task. Changes nothing, does not block. Errors:
-        NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+        """Returns, in order, the units that a task's claims have evicted (`GetMetaRequest.unmatched`), so that the caller can
+        replace them. The service keeps the 65,536 most recently evicted units, across all epochs of the task. Changes
+        nothing and does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod
@@ -1135,9 +1157,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.SetCustomMetaRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.SetCustomMetaResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.SetCustomMetaResponse]]:
-        """Writes custom_meta of samples; the values merge with existing ones. Changes: the named columns; waiting claims may
-        become ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value is not JSON or is too
-        large), FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+        """Writes custom_meta of samples. New values are merged with existing values. Changes: the values in the named
+        columns. Waiting claims may become ready. Idempotent. Does not block. Errors: NOT_FOUND, INVALID_ARGUMENT (a value
+        is not JSON or is too large), FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
         """
 
     @abc.abstractmethod
@@ -1146,8 +1168,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.TruncateSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.TruncateSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.TruncateSamplesResponse]]:
-        """Truncates fields of held samples to a length. Changes: their cells; a cell of length 0 is no longer produced. Bytes
-        are freed by extent, each stored by one append or put; the bytes of a partly cut extent are kept until all of it is
+        """Truncates the cells of held samples to specified lengths. Changes: the cells. A cell of length 0 no longer counts
+        as produced. Each append or put stores one extent. An extent's bytes are freed only once the entire extent has been
         cut. Idempotent: a cell that already has the length is unchanged. Does not block. Errors: NOT_FOUND,
         INVALID_ARGUMENT (a field that cannot be truncated), FAILED_PRECONDITION (STALE_INCARNATION, LEASE_EXPIRED,
         SAMPLE_NOT_HELD; LENGTH_MISMATCH: a cell is shorter).
@@ -1159,8 +1181,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.CloseGroupsRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CloseGroupsResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CloseGroupsResponse]]:
-        """Closes groups, which then accept no further members, and rollouts, which then accept no further samples. Changes:
-        they are complete. Idempotent, does not block. Errors: NOT_FOUND (partition, group or rollout).
+        """Closes groups and rollouts, after which no more members or samples can join them. Changes: the rollouts become
+        complete, as does each group whose rollouts are all complete. Idempotent. Does not block. Errors: NOT_FOUND
+        (partition, group or rollout).
         """
 
     @abc.abstractmethod
@@ -1171,11 +1194,11 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.controller_service_pb2.LookupSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.LookupSamplesResponse]]:
         """Finds samples by index, key, group or rollout, or lists all samples of a partition, page by page, optionally
         filtered by conditions. Each page is a consistent snapshot. Samples inserted between two pages are listed if their
-        indexes are still ahead; samples cleared between two pages are left out. Changes nothing. With `max_wait` the call
-        for the first page blocks until `min_count` samples are found. Errors: NOT_FOUND (partition or task, unless
-        `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was cleared since the first page;
-        PARTITION_CLEARED: it was cleared while the call waited), INVALID_ARGUMENT (conditions, or a page token of another
-        list), RESOURCE_EXHAUSTED (too many waiting calls).
+        indexes follow those already listed. Samples cleared between two pages are omitted. Changes nothing. With
+        `max_wait`, the call for the first page blocks for up to that time until `min_count` samples are found. Errors:
+        NOT_FOUND (partition or task, unless `missing_ok`), FAILED_PRECONDITION (STALE_INCARNATION: the partition was
+        cleared after the first page; PARTITION_CLEARED: the partition was cleared while the call waited), INVALID_ARGUMENT
+        (conditions, or a page token of another list), RESOURCE_EXHAUSTED (too many waiting calls).
         """
 
     @abc.abstractmethod
@@ -1184,7 +1207,7 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.LocateRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.LocateResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.LocateResponse]]:
-        """Returns the locations of cells. Changes nothing, does not block. Errors: NOT_FOUND (partition; field, unless
+        """Returns the locations of cells. Changes nothing and does not block. Errors: NOT_FOUND (partition; field, unless
         `skip_missing_fields`; key or sample, unless `skip_missing`; a cell that is not produced, unless either of them),
         FAILED_PRECONDITION (STALE_INCARNATION).
         """
@@ -1195,10 +1218,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ClearSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ClearSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ClearSamplesResponse]]:
-        """Removes samples, in steps of 32,768; calls between two steps see some of them removed and some not. Changes:
-        removes their cells, keys and claims; their indexes are never reused. Unknown keys and indexes are ignored.
-        Idempotent under `request_id`, does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`); unless
-        `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
+        """Removes samples in steps of 32,768. Calls between two steps find only some of the samples removed. Changes: removes
+        the samples' cells, keys and claims. The indexes of removed samples are never reused. Unknown keys and indexes are
+        ignored. Idempotent under `request_id`. Does not block. Errors: FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`);
+        unless `missing_ok`: NOT_FOUND (partition), FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod
@@ -1207,12 +1230,12 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ClearFieldsRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ClearFieldsResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ClearFieldsResponse]]:
-        """Clears fields of samples, in steps like ClearSamples; the samples stay. Changes: their cells of these fields are
-        freed and no longer produced, until they are put again. Keys, groups, custom_meta and consumption stay, also of
-        samples that are held, leased or in a planned batch; claims that need the fields do not get the samples. Missing
-        samples and cells are ignored. Idempotent under `request_id`, does not block. Errors: INVALID_ARGUMENT (a field
-        with group scope, see `groups`), FAILED_PRECONDITION (LEASE_EXPIRED: see `claim`); unless `missing_ok`: NOT_FOUND
-        (partition, field), FAILED_PRECONDITION (STALE_INCARNATION).
+        """Clears fields of samples in steps, like ClearSamples. The samples remain. Changes: the cells of these fields are
+        freed, and do not count as produced until they are put again. All samples, including those that are held, leased or
+        in a planned batch, keep their keys, groups, custom_meta and consumption. Claims that need the cleared fields do
+        not receive the samples. Missing samples and cells are ignored. Idempotent under `request_id`. Does not block.
+        Errors: INVALID_ARGUMENT (a field with group scope, see `groups`), FAILED_PRECONDITION (LEASE_EXPIRED: see
+        `claim`); unless `missing_ok`: NOT_FOUND (partition, field), FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod
@@ -1221,10 +1244,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.FailSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.FailSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.FailSamplesResponse]]:
-        """Marks samples as failed, in steps of 32,768 like ClearSamples. Changes: they count as done for all tasks and their
-        bytes are freed; keys, groups and custom_meta stay. Samples that do not exist or have already failed are ignored.
-        Idempotent under `request_id`, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION
-        (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
+        """Marks samples as failed in steps of 32,768, like ClearSamples. Changes: the samples count as done for all tasks,
+        and their bytes are freed. They keep their keys, groups and custom_meta. Samples that do not exist or have already
+        failed are ignored. Idempotent under `request_id`. Does not block. Errors: NOT_FOUND (partition or task),
+        FAILED_PRECONDITION (STALE_INCARNATION; LEASE_EXPIRED: see `claim`).
         """
 
     @abc.abstractmethod
@@ -1233,9 +1256,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ClearPartitionRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ClearPartitionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ClearPartitionResponse]]:
-        """Removes a partition and its content. Changes: frees its bytes and claims; calls that wait on it fail with
-        FAILED_PRECONDITION (PARTITION_CLEARED). The name may be reused. Idempotent under `request_id`, does not block.
-        Errors, unless `missing_ok`: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
+        """Removes a partition and all its contents. Changes: frees the partition's bytes and removes its claims. Calls that
+        wait on the partition fail with FAILED_PRECONDITION (PARTITION_CLEARED). The name may be reused. Idempotent under
+        `request_id`. Does not block. Errors, unless `missing_ok`: NOT_FOUND, FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod
@@ -1245,7 +1268,7 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ListPartitionsResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ListPartitionsResponse]]:
         """Lists partitions by name, page by page. Each page is a consistent snapshot. Partitions created or cleared between
-        two pages may or may not be listed; all others are listed once. Changes nothing, does not block. Errors:
+        two pages may or may not be listed; all others are listed once. Changes nothing and does not block. Errors:
         INVALID_ARGUMENT (page size or token).
         """
 
@@ -1255,7 +1278,7 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.DescribePartitionRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.DescribePartitionResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.DescribePartitionResponse]]:
-        """Describes a partition: fields, states, tasks. Changes nothing, does not block. Errors: NOT_FOUND."""
+        """Describes a partition: fields, states, tasks. Changes nothing and does not block. Errors: NOT_FOUND."""
 
     @abc.abstractmethod
     def Explain(
@@ -1263,8 +1286,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ExplainResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ExplainResponse]]:
-        """Explains why the currently waiting claims of a partition wait: the ready samples, and the reasons why the others
-        are not ready. Changes nothing, does not block. Costs one pass over the samples of the partition.
+        """Explains why claims on a partition are waiting: how many samples are ready, and why the others are not. Changes
+        nothing and does not block. The call scans all samples of the partition.
         """
 
     @abc.abstractmethod
@@ -1273,13 +1296,14 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[tq_service.v1.controller_service_pb2.WatchResponse], collections.abc.AsyncIterator[tq_service.v1.controller_service_pb2.WatchResponse]]:
-        """Streams changes of partitions, their samples and tasks: the latest state of each, not every intermediate step. It
-        first sends all changes since `revision`, or the full state without one, and then further changes for as long as
-        the call lasts. A slow reader receives fewer responses with the same information. Changes nothing. The service ends
-        the call with OK after some minutes and when it drains: call again with the last `revision`. Errors:
-        FAILED_PRECONDITION (COMPACTED: the changes since `revision` are no longer known, because it is too old or from
-        before the service started; call again without one), INVALID_ARGUMENT (a revision that the service never returned),
-        RESOURCE_EXHAUSTED (too many watching calls), DEADLINE_EXCEEDED (the client does not read).
+        """Streams changes to partitions, samples and tasks. The responses contain the latest state, not each intermediate
+        state. The service first sends all changes since `revision` or, if `revision` is unset, the complete state. It then
+        sends further changes until the call ends. A client that reads slowly receives fewer responses with the same
+        information. Changes nothing. The service ends the call with OK after some minutes, or when the service drains.
+        Call again with the last `revision`. Errors: FAILED_PRECONDITION (COMPACTED: the service no longer has the changes
+        since `revision`, which is too old or predates the start of the service; call again without `revision`),
+        INVALID_ARGUMENT (a revision that the service never returned), RESOURCE_EXHAUSTED (too many watching calls),
+        DEADLINE_EXCEEDED (the client does not read).
         """
 
     @abc.abstractmethod
@@ -1289,10 +1313,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.GetStatusResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.GetStatusResponse]]:
         """Returns the status of the service, its storage services, and its partitions with their tasks and waiting claims,
-        page by page; includes claims that wait for partitions that do not exist. Each partition is a consistent snapshot.
-        Partitions created or cleared between two pages may or may not be listed. Changes nothing, does not block. With
-        `explain` it costs one pass over the samples of each partition that claims wait for. Errors: INVALID_ARGUMENT (page
-        size or token).
+        page by page. The status includes claims that wait for nonexistent partitions. Each partition is a consistent
+        snapshot. Partitions created or cleared between two pages may or may not be listed. Changes nothing and does not
+        block. With `explain`, the call scans all samples of each partition on which claims are waiting. Errors:
+        INVALID_ARGUMENT (page size or token).
         """
 
     @abc.abstractmethod
@@ -1301,8 +1325,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ListSamplersRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ListSamplersResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ListSamplersResponse]]:
-        """Lists the samplers available to GetMeta, with their options, page by page. Changes nothing, does not block. Errors:
-        INVALID_ARGUMENT (page size or token).
+        """Lists the samplers available to GetMeta, with their options, page by page. Changes nothing and does not block.
+        Errors: INVALID_ARGUMENT (page size or token).
         """
 
     @abc.abstractmethod
@@ -1311,10 +1335,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.PlacePutRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.PlacePutResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.PlacePutResponse]]:
-        """Chooses the storage service for a put, and grants capacity for further puts for a while. Puts of similar size
-        rotate among the storage services in proportion to their free bytes; bytes that were placed and have not arrived
-        yet do not count as free. Does not change stored state, does not block. Errors: RESOURCE_EXHAUSTED (the put is
-        larger than any quota), UNAVAILABLE (no storage service is registered).
+        """Chooses the storage service for a put, and grants capacity for further puts during a limited time. Puts of similar
+        size are distributed over the storage services in rotation, in proportion to their free bytes. Bytes that were
+        placed but have not arrived yet do not count as free. Changes no stored state and does not block. Errors:
+        RESOURCE_EXHAUSTED (the put is larger than any quota), UNAVAILABLE (no storage service is registered).
         """
 
     @abc.abstractmethod
@@ -1323,12 +1347,12 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.CheckpointRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CheckpointResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CheckpointResponse]]:
-        """Writes a consistent copy of all partitions, or of those with a prefix, including claims and bytes, under a name in
-        the controller's checkpoint directory. Other calls proceed meanwhile. Changes nothing in the service. The name
-        refers to the complete new checkpoint or to the previous one, never to a partial one. Blocks until the bytes are
-        written; one checkpoint at a time. Errors: FAILED_PRECONDITION (another checkpoint is running, or the service does
-        not have a checkpoint directory), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (DISK_FULL), DATA_LOSS (a storage
-        service lost bytes of the checkpoint).
+        """Writes a consistent copy of all partitions, or of those with a prefix, to the controller's checkpoint directory
+        under a name. The copy includes claims and bytes. Other calls continue during the checkpoint. Changes nothing in
+        the service. The name always refers to a complete checkpoint, either the new one or the previous one. Blocks until
+        the bytes are written. Only one checkpoint can run at a time. Errors: FAILED_PRECONDITION (another checkpoint is
+        running, or the service does not have a checkpoint directory), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED
+        (DISK_FULL), DATA_LOSS (a storage service lost bytes of the checkpoint).
         """
 
     @abc.abstractmethod
@@ -1337,16 +1361,16 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.RestoreRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.RestoreResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RestoreResponse]]:
-        """Restores a checkpoint into a service without partitions or, with `replace`, instead of its partitions; a prefix
-        limits this to partitions whose names begin with it. The service reads and checks the checkpoint completely before
-        it changes anything. It then copies the bytes to the currently registered storage services, next to their content,
-        and all partitions of the checkpoint appear in one step. With `replace` all others (with the prefix) are cleared in
-        that step, and calls that wait on them fail with FAILED_PRECONDITION (PARTITION_CLEARED). Shortly before the step,
-        changes of all partitions are UNAVAILABLE. A crash leaves either the old or the restored state. Idempotent under
-        `request_id`; blocks until the checkpoint is restored. Errors: FAILED_PRECONDITION (partitions exist and `replace`
-        is unset, or the service does not have a checkpoint directory), INVALID_ARGUMENT (the name or prefix, no such
-        checkpoint, or another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its
-        bytes).
+        """Restores a checkpoint into a service without partitions. With `replace`, the checkpoint replaces the existing
+        partitions. With a prefix, only partitions whose names begin with that prefix are affected. The service reads and
+        checks the entire checkpoint before it changes anything. It then copies the bytes to the currently registered
+        storage services, in addition to their existing contents. All partitions of the checkpoint appear in one step. With
+        `replace`, all existing partitions (with the prefix) are cleared in that step. Calls that wait on these partitions
+        fail with FAILED_PRECONDITION (PARTITION_CLEARED). Shortly before that step, calls that change any partition fail
+        with UNAVAILABLE. A crash leaves either the old or the restored state. Idempotent under `request_id`. Blocks until
+        the checkpoint is restored. Errors: FAILED_PRECONDITION (partitions exist and `replace` is unset, or the service
+        does not have a checkpoint directory), INVALID_ARGUMENT (the name or prefix, no such checkpoint, or another
+        format), DATA_LOSS (a file of the checkpoint is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
         """
 
     @abc.abstractmethod
@@ -1355,9 +1379,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ListCheckpointsRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ListCheckpointsResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ListCheckpointsResponse]]:
-        """Lists the checkpoints in the controller's checkpoint directory, page by page; reads only the beginning of each.
-        Changes nothing. Errors: FAILED_PRECONDITION (the service does not have a checkpoint directory), INVALID_ARGUMENT
-        (page size or token).
+        """Lists the checkpoints in the controller's checkpoint directory, page by page. Only the beginning of each checkpoint
+        is read. Changes nothing. Errors: FAILED_PRECONDITION (the service does not have a checkpoint directory),
+        INVALID_ARGUMENT (page size or token).
         """
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -27,35 +27,35 @@ class _Layout:
 class _LayoutEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Layout.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     LAYOUT_UNSPECIFIED: _Layout.ValueType  # 0
-    """Unset: the default layout of the partition, which is AUTO unless it was created with another one."""
+    """Unset: the partition's default layout, which is AUTO unless the partition was created with another layout."""
     LAYOUT_DENSE: _Layout.ValueType  # 1
     """Every row has the same shape, `FieldSpec.row_shape`."""
     LAYOUT_JAGGED: _Layout.ValueType  # 2
-    """Rows may differ in some dimensions, which are -1 in `FieldSpec.row_shape`. A column of a put or a get has at least
-    one -1, even if all its rows have the same shape. A field in BatchMeta and DescribePartition has no -1 until a put
-    has rows of different shapes.
+    """Rows can differ in the dimensions that are -1 in `FieldSpec.row_shape`. In a put or a get, a jagged column has at
+    least one -1, even if all its rows have the same shape. In BatchMeta and DescribePartition, a jagged field may have
+    no -1 until its rows differ in shape.
     """
     LAYOUT_OBJECT: _Layout.ValueType  # 3
-    """Rows are objects (text, JSON-like values, dicts of tensors), each a string of bytes in an `Encoding`."""
+    """Each row is an object (text, a JSON-like value or a dict of tensors), stored as bytes in an `Encoding`."""
     LAYOUT_AUTO: _Layout.ValueType  # 4
-    """Only in declarations: dense until a row with a different shape is put, jagged from then on."""
+    """Only in declarations: dense until a jagged column or a row with a different shape is put, and jagged from then on."""
 
 class Layout(_Layout, metaclass=_LayoutEnumTypeWrapper):
-    """Layout of the rows of a field."""
+    """Layout of a field's rows."""
 
 LAYOUT_UNSPECIFIED: Layout.ValueType  # 0
-"""Unset: the default layout of the partition, which is AUTO unless it was created with another one."""
+"""Unset: the partition's default layout, which is AUTO unless the partition was created with another layout."""
 LAYOUT_DENSE: Layout.ValueType  # 1
 """Every row has the same shape, `FieldSpec.row_shape`."""
 LAYOUT_JAGGED: Layout.ValueType  # 2
-"""Rows may differ in some dimensions, which are -1 in `FieldSpec.row_shape`. A column of a put or a get has at least
-one -1, even if all its rows have the same shape. A field in BatchMeta and DescribePartition has no -1 until a put
-has rows of different shapes.
+"""Rows can differ in the dimensions that are -1 in `FieldSpec.row_shape`. In a put or a get, a jagged column has at
+least one -1, even if all its rows have the same shape. In BatchMeta and DescribePartition, a jagged field may have
+no -1 until its rows differ in shape.
 """
 LAYOUT_OBJECT: Layout.ValueType  # 3
-"""Rows are objects (text, JSON-like values, dicts of tensors), each a string of bytes in an `Encoding`."""
+"""Each row is an object (text, a JSON-like value or a dict of tensors), stored as bytes in an `Encoding`."""
 LAYOUT_AUTO: Layout.ValueType  # 4
-"""Only in declarations: dense until a row with a different shape is put, jagged from then on."""
+"""Only in declarations: dense until a jagged column or a row with a different shape is put, and jagged from then on."""
 global___Layout = Layout
 
 class _Encoding:
@@ -65,23 +65,23 @@ class _Encoding:
 class _EncodingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Encoding.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     ENCODING_UNSPECIFIED: _Encoding.ValueType  # 0
-    """Unset: not an object, or chosen by each put."""
+    """Unset: the rows are not objects, or each put chooses the encoding."""
     ENCODING_TEXT: _Encoding.ValueType  # 1
     """UTF-8, checked on put."""
     ENCODING_MSGPACK: _Encoding.ValueType  # 2
-    """One msgpack value, with the extension types of docs/protocol.md; checked on read."""
+    """One msgpack value, possibly with the extension types listed in docs/protocol.md; checked by the reader."""
     ENCODING_BYTES: _Encoding.ValueType  # 3
     """Opaque bytes that only clients interpret."""
 
 class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
-    """Encoding of the bytes of an object row."""
+    """How an object row is encoded as bytes."""
 
 ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
-"""Unset: not an object, or chosen by each put."""
+"""Unset: the rows are not objects, or each put chooses the encoding."""
 ENCODING_TEXT: Encoding.ValueType  # 1
 """UTF-8, checked on put."""
 ENCODING_MSGPACK: Encoding.ValueType  # 2
-"""One msgpack value, with the extension types of docs/protocol.md; checked on read."""
+"""One msgpack value, possibly with the extension types listed in docs/protocol.md; checked by the reader."""
 ENCODING_BYTES: Encoding.ValueType  # 3
 """Opaque bytes that only clients interpret."""
 global___Encoding = Encoding
@@ -100,7 +100,7 @@ class _FieldScopeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """Each group: its samples share one cell. A rollout without a group has no value."""
 
 class FieldScope(_FieldScope, metaclass=_FieldScopeEnumTypeWrapper):
-    """Unit that has one value of a field."""
+    """Unit for which a field has one value."""
 
 FIELD_SCOPE_UNSPECIFIED: FieldScope.ValueType  # 0
 """Unset: each sample."""
@@ -123,7 +123,7 @@ class _SampleStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     SAMPLE_STATE_HELD: _SampleState.ValueType  # 2
     """Addressable, but not claimable (prompts, unfinished rollouts)."""
     SAMPLE_STATE_FAILED: _SampleState.ValueType  # 3
-    """Never ready, counts as done; its bytes are freed. Final."""
+    """Never ready, but counted as done; its bytes are freed. Final."""
 
 class SampleState(_SampleState, metaclass=_SampleStateEnumTypeWrapper):
     """State of a sample."""
@@ -135,7 +135,7 @@ SAMPLE_STATE_LIVE: SampleState.ValueType  # 1
 SAMPLE_STATE_HELD: SampleState.ValueType  # 2
 """Addressable, but not claimable (prompts, unfinished rollouts)."""
 SAMPLE_STATE_FAILED: SampleState.ValueType  # 3
-"""Never ready, counts as done; its bytes are freed. Final."""
+"""Never ready, but counted as done; its bytes are freed. Final."""
 global___SampleState = SampleState
 
 class _BatchStatus:
@@ -149,10 +149,11 @@ class _BatchStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BATCH_STATUS_BATCH: _BatchStatus.ValueType  # 1
     """A batch, which may be empty for a rank."""
     BATCH_STATUS_NOT_YET: _BatchStatus.ValueType  # 2
-    """Nothing to deliver within `max_wait`. Depends on timing and is never recorded."""
+    """No batch became ready within `max_wait`. This outcome depends on timing and is never recorded."""
     BATCH_STATUS_END: _BatchStatus.ValueType  # 3
-    """No further batch in this epoch of the task for this request. Recorded for ranks, whatever their later requests, and
-    for a `claim_name`. A queue worker with a different request, such as another `where`, may get more.
+    """No further batch matches this request in the task's epoch. Recorded for a `claim_name`, and for ranks regardless of
+    their later requests. A queue worker may still get samples if it sends a different request, such as another
+    `where`.
     """
 
 class BatchStatus(_BatchStatus, metaclass=_BatchStatusEnumTypeWrapper):
@@ -163,16 +164,17 @@ BATCH_STATUS_UNSPECIFIED: BatchStatus.ValueType  # 0
 BATCH_STATUS_BATCH: BatchStatus.ValueType  # 1
 """A batch, which may be empty for a rank."""
 BATCH_STATUS_NOT_YET: BatchStatus.ValueType  # 2
-"""Nothing to deliver within `max_wait`. Depends on timing and is never recorded."""
+"""No batch became ready within `max_wait`. This outcome depends on timing and is never recorded."""
 BATCH_STATUS_END: BatchStatus.ValueType  # 3
-"""No further batch in this epoch of the task for this request. Recorded for ranks, whatever their later requests, and
-for a `claim_name`. A queue worker with a different request, such as another `where`, may get more.
+"""No further batch matches this request in the task's epoch. Recorded for a `claim_name`, and for ranks regardless of
+their later requests. A queue worker may still get samples if it sends a different request, such as another
+`where`.
 """
 global___BatchStatus = BatchStatus
 
 @typing.final
 class FieldSpec(google.protobuf.message.Message):
-    """A column: its name, dtype, layout and the shape of its rows."""
+    """The name, dtype, layout and row shape of a column."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -187,30 +189,31 @@ class FieldSpec(google.protobuf.message.Message):
     name: builtins.str
     """Name of the column, unique in the partition; not empty."""
     dtype: builtins.str
-    """torch dtype name, such as "float32" or "bfloat16". Empty for objects, or if not yet known."""
+    """Name of a torch dtype, such as "float32" or "bfloat16". Empty for objects, and while the dtype is unknown."""
     layout: global___Layout.ValueType
-    """Layout of its rows. Unset in a declaration: the default layout of the partition. A dense field accepts only rows of
-    its own shape. An auto or jagged field accepts rows of any size, even from dense puts; a dimension in which rows
-    differ becomes ragged.
+    """Layout of the rows. Unset in a declaration: the partition's default layout. A field declared as dense accepts only
+    rows of one shape. An auto or jagged field accepts rows of any size, even from dense puts; each dimension in which
+    rows differ becomes ragged.
     """
     row_shape_known: builtins.bool
     """Whether `row_shape` is known. True in every column of a put, including objects. False in a declaration without a
     `row_shape`, which leaves it to the first put.
     """
     encoding: global___Encoding.ValueType
-    """For objects: the encoding of the bytes of a row. Set in each object column of a put. A field declared as text or
-    bytes accepts nothing else; if unspecified in the declaration, each put chooses the encoding of its rows. In
-    `BatchMeta.fields` it is the declared encoding, regardless of the rows. In the header of a get it is the encoding
-    of all rows, or unspecified if they differ.
+    """For objects: the encoding of the rows. Must be set in each object column of a put. A field declared as text or
+    bytes accepts no other encoding. If the declaration does not specify an encoding, each put chooses one for its
+    rows. In `BatchMeta.fields`, this is the declared encoding, regardless of how the rows are encoded. In the header
+    of a get, this is the encoding of all rows, or unspecified if the rows' encodings differ.
     """
     write_once: builtins.bool
-    """Whether each sample accepts only one value: a second value is ALREADY_EXISTS until the sample is cleared. Declared
-    with CreatePartition; returned in `BatchMeta.fields` and DescribePartition. INVALID_ARGUMENT in a column of a put.
+    """Whether each sample accepts only one value. Until the sample or its cell is cleared, writing a second value fails
+    with ALREADY_EXISTS. Declared with CreatePartition; returned in `BatchMeta.fields` and DescribePartition. A put
+    whose columns set this option is rejected with INVALID_ARGUMENT.
     """
     scope: global___FieldScope.ValueType
-    """Unit that has one value of the field. Declared with CreatePartition; returned in `BatchMeta.fields` and
-    DescribePartition. INVALID_ARGUMENT in a column of a put. Values of group fields are put with
-    `SampleWrite.of_groups`.
+    """Unit for which the field has one value. Declared with CreatePartition; returned in `BatchMeta.fields` and
+    DescribePartition. A put whose columns set this option is rejected with INVALID_ARGUMENT. Values of group fields
+    are put with `SampleWrite.of_groups`.
     """
     @property
     def row_shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -314,10 +317,11 @@ global___StringValues = StringValues
 
 @typing.final
 class MetaColumn(google.protobuf.message.Message):
-    """One custom_meta column for the samples of the enclosing message. Its type is that of its first value that is a
-    number, a boolean or text; `where` and `order_by` compare values of this type. Values of other types, null, lists and
-    objects are JSON. Clients may send a value in either form. An int64 column becomes a double column with its first
-    double, if no integer in it exceeds 2^53; a double column stores integers up to 2^53 as doubles.
+    """One custom_meta column for the samples of the enclosing message. The first number, boolean or text in a column
+    determines the column's type. `where` and `order_by` compare only values of this type. Null, lists, objects and
+    values of other types are stored as JSON. Clients may send a value in either form. The first double turns an int64
+    column into a double column, unless an integer in the column exceeds 2^53. A double column stores integers up to 2^53
+    as doubles.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -332,9 +336,9 @@ class MetaColumn(google.protobuf.message.Message):
     name: builtins.str
     """Name of the column, such as "total_lengths"; not empty, unique within the message."""
     kinds: builtins.bytes
-    """One byte per sample. 0: no value is given. 1: its value is the next one of `values`. 2: its value is the next one
-    of `json_values`. 3, in writes: its value is removed. Empty: every sample has one of `values` or, if that is unset,
-    one of `json_values`.
+    """One byte per sample. 0: no value is given. 1: the sample's value is the next one in `values`. 2: the sample's value
+    is the next one in `json_values`. 3, only in writes: the sample's value is removed. Empty: every sample has a value
+    in `values` or, if `values` is unset, in `json_values`.
     """
     @property
     def int64_values(self) -> global___Int64Values:
@@ -354,8 +358,8 @@ class MetaColumn(google.protobuf.message.Message):
 
     @property
     def json_values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Other values, in the order of the samples: JSON text (RFC 8259) with at most 32 levels of nesting, numbers that a
-        double can represent, and valid Unicode.
+        """Other values as JSON text (RFC 8259), in the order of the samples. Each text must be valid Unicode, have at most 32
+        levels of nesting, and contain only numbers that a double can represent.
         """
 
     def __init__(
@@ -386,16 +390,17 @@ class StorageEndpoint(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     IS_AWAY_FIELD_NUMBER: builtins.int
     storage_id: builtins.str
-    """Name of the storage service, unchanged by restarts."""
+    """Name of the storage service, which stays the same across restarts."""
     boot_id: builtins.bytes
-    """Instance id, 16 random bytes. Unchanged by restarts of a service that keeps its puts, otherwise new at every start.
-    Puts stored under another instance id are gone.
+    """Instance id, 16 random bytes. A service that keeps its puts across restarts also keeps its instance id; any other
+    service gets a new one at each start. Puts stored under a previous instance id are lost unless another storage
+    service has taken them over.
     """
     address: builtins.str
     """Address for clients, "host:port". Empty: the address at which the client reaches the controller."""
     is_away: builtins.bool
-    """Whether its address is currently unknown, because it has not registered since the controller started. Call Locate
-    again later.
+    """Whether the address is currently unknown; if so, call Locate again later. Either the service has not registered
+    since the controller started, or the service is lost and its puts have not been taken over yet.
     """
     def __init__(
         self,
@@ -411,7 +416,7 @@ global___StorageEndpoint = StorageEndpoint
 
 @typing.final
 class MirrorStatus(google.protobuf.message.Message):
-    """Status of a storage service's mirror, the second copy of its puts on other nodes."""
+    """Status of a storage service's mirror, which stores copies of the service's puts on other nodes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -422,17 +427,17 @@ class MirrorStatus(google.protobuf.message.Message):
     UNFETCHED_PUT_COUNT_FIELD_NUMBER: builtins.int
     SPILLED_BYTES_FIELD_NUMBER: builtins.int
     url: builtins.str
-    """URL of the object store without user, password and settings, such as "s3://bucket/prefix"."""
+    """URL of the object store, without user name, password or settings, such as "s3://bucket/prefix"."""
     is_reachable: builtins.bool
-    """Whether the object store answered the last call. Unset: no call yet."""
+    """Whether the object store responded to the last call. Unset: no call has been made yet."""
     unmirrored_bytes: builtins.int
-    """Bytes of puts, complete or not, that do not have the required copies yet."""
+    """Number of bytes in puts, complete or incomplete, that do not have all required copies yet."""
     short_put_count: builtins.int
-    """Number of puts that have the required copies, but fewer copies than requested."""
+    """Number of puts that have all required copies but fewer copies than requested."""
     unfetched_put_count: builtins.int
-    """Number of puts taken over from another storage service and not fetched yet."""
+    """Number of puts taken over from another storage service but not fetched yet."""
     spilled_bytes: builtins.int
-    """Bytes that count as used but are only in the mirror: they were spilled from memory."""
+    """Number of used bytes that exist only in the mirror because they were spilled from memory."""
     def __init__(
         self,
         *,
@@ -473,7 +478,7 @@ global___StoredPut = StoredPut
 
 @typing.final
 class CellRuns(google.protobuf.message.Message):
-    """Location of the cells of some fields, as runs of consecutive rows in the order of the samples."""
+    """Locations of cells in one or more fields, as runs of consecutive rows in the order of the samples."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -490,13 +495,13 @@ class CellRuns(google.protobuf.message.Message):
 
     @property
     def put_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each run, the position of its put in `Locations.puts` or in `GetRequest.put_ids`. There may be millions of
-        runs: fixed 4-byte values decode many times faster than varints.
+        """For each run, the position of its put in `Locations.puts` or in `GetRequest.put_ids`. There can be millions of
+        runs, and fixed 4-byte values decode many times faster than varints.
         """
 
     @property
     def first_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each run, its first row, counted from 0 in the put."""
+        """For each run, the index of its first row within the put, counted from 0."""
 
     @property
     def row_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -504,22 +509,22 @@ class CellRuns(google.protobuf.message.Message):
 
     @property
     def extent_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each sample, the number of rows (extents) of its cell, 1 or more; each append adds one. The value of the cell
-        is these rows, each cut to its entry in `extent_lengths`, joined along the first dimension. The runs contain the
-        rows of all samples, in order. Empty: each cell is one row. A get uses this and `extent_lengths` only with
-        `joins_extents`.
+        """For each sample, the number of rows (extents) in its cell, 1 or more; each append adds one. The cell's value
+        consists of these rows, each cut to its length in `extent_lengths`, joined along the first dimension. The runs
+        contain the rows of all samples, in order. Empty: each cell is one row. A get uses `extent_counts` and
+        `extent_lengths` only if `joins_extents` is set.
         """
 
     @property
     def extent_lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each of these rows, the length of its first dimension that belongs to the cell; the rest was truncated. 2^32 -
-        1: all of it. Empty without `extent_counts`.
+        """For each extent, the number of items along the first dimension that belong to the cell; the other items were
+        truncated. 2^32 - 1: all items. Empty without `extent_counts`.
         """
 
     @property
     def sample_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For group fields: for each of these rows, the number of consecutive samples that share it as their cell. Empty: one
-        sample per row. A get only refers to rows, and returns each row once.
+        """For group fields: for each row of the runs, the number of consecutive samples that share this row as their cell.
+        Empty: one sample per row. A get ignores these counts, and returns each row of the runs once.
         """
 
     def __init__(
@@ -556,7 +561,7 @@ class Locations(google.protobuf.message.Message):
 
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CellRuns]:
-        """The runs of cells. Each field is in one entry; its runs follow the order of the samples."""
+        """The runs of cells. Each field is in exactly one entry, whose runs follow the order of the samples."""
 
     def __init__(
         self,
@@ -608,7 +613,7 @@ class Step(google.protobuf.message.Message):
     PACKS_FIELD_NUMBER: builtins.int
     @property
     def packs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Pack]:
-        """The packs, in order; every rank of the batch has the same number."""
+        """The packs, in order. In each step, all ranks of the batch have the same number of packs."""
 
     def __init__(
         self,
@@ -621,7 +626,7 @@ global___Step = Step
 
 @typing.final
 class IndexRanges(google.protobuf.message.Message):
-    """Indexes of samples as ranges of consecutive ones, in order."""
+    """Sample indexes as ranges of consecutive indexes, in order."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -647,8 +652,8 @@ global___IndexRanges = IndexRanges
 
 @typing.final
 class LeasedClaim(google.protobuf.message.Message):
-    """A claim with a lease. A change of its samples is refused with LEASE_EXPIRED unless the claim holds or has
-    acknowledged them when the change is applied.
+    """A claim with a lease. When a change to the claim's samples is applied, the claim must hold the samples or have
+    acknowledged them. Otherwise, the change fails with LEASE_EXPIRED.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -656,7 +661,7 @@ class LeasedClaim(google.protobuf.message.Message):
     TASK_NAME_FIELD_NUMBER: builtins.int
     CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
     task_name: builtins.str
-    """The consumer that made the claim."""
+    """Name of the task for which the claim was made."""
     claim_request_id: builtins.bytes
     """`BatchMeta.claim_request_id` of the claim."""
     def __init__(
@@ -671,7 +676,7 @@ global___LeasedClaim = LeasedClaim
 
 @typing.final
 class StepTotals(google.protobuf.message.Message):
-    """Totals of one optimizer step of a batch, over all its ranks."""
+    """Totals for one optimizer step of a batch, summed over all its ranks."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -697,15 +702,17 @@ class StepTotals(google.protobuf.message.Message):
     TOKEN_COUNT_FIELD_NUMBER: builtins.int
     SUMS_FIELD_NUMBER: builtins.int
     sample_count: builtins.int
-    """Number of samples, each counted as often as it is delivered."""
+    """Number of samples. A sample that is delivered several times is counted each time."""
     rollout_count: builtins.int
-    """Number of rollouts; a sample without one counts as one."""
+    """Number of rollouts. A sample without a rollout counts as one rollout."""
     group_count: builtins.int
-    """Number of groups; a rollout or sample without a group counts as one. A group in several steps counts in each of
-    them.
+    """Number of groups. A rollout or sample without a group counts as one group. A group that is split across several
+    steps is counted in each step.
     """
     token_count: builtins.int
-    """Number of tokens, from the lengths of the packs or else of the samples. Unset: the length of a sample is not known."""
+    """Number of tokens, computed from pack lengths if available, otherwise from sample lengths. Unset: at least one
+    length is unknown.
+    """
     @property
     def sums(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Sum of each column in `GetMetaRequest.totals`, by column name."""
@@ -727,7 +734,7 @@ global___StepTotals = StepTotals
 
 @typing.final
 class BatchMeta(google.protobuf.message.Message):
-    """Identifies samples, with their metadata, the locations of their cells and, for a claim, its steps."""
+    """Identifies samples, and contains their metadata, the locations of their cells and, for a claim, its steps."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -756,14 +763,16 @@ class BatchMeta(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition of the samples."""
     incarnation: builtins.bytes
-    """Its incarnation, 16 bytes; sent back in calls about these samples. Empty with NOT_YET if the partition does not
-    exist.
+    """The partition's incarnation, 16 bytes. Clients send it back in calls about these samples. Empty with NOT_YET if the
+    partition does not exist.
     """
     epoch: builtins.int
-    """The epoch of the task, which counts its resets. 0 in responses to calls other than claims."""
+    """The task's epoch: the number of times that its consumption was reset or its ranks were restarted. 0 in responses to
+    calls other than claims.
+    """
     claim_request_id: builtins.bytes
-    """The `request_id` of the call that made a claim with a lease or a name; used to acknowledge and release the claim.
-    Empty: the claim has neither.
+    """The `request_id` of the call that made the claim, if the claim has a lease or a name. Used to acknowledge and
+    release the claim. Empty: the claim has neither a lease nor a name.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -785,23 +794,23 @@ class BatchMeta(google.protobuf.message.Message):
 
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FieldSpec]:
-        """Specs of the requested or written fields that exist in the partition, each describing all rows of the field. Decode
-        rows by the specs in the header of their get instead. In responses about samples (LookupSamples,
-        `CommitResponse.all_meta`): the fields of which at least one of the samples has a cell.
+        """Specs of the requested or written fields that exist in the partition. Each spec describes all rows of its field. To
+        decode the rows of a get, use the specs in its header instead. In responses about samples (LookupSamples,
+        `CommitResponse.all_meta`): the fields in which at least one of the samples has a cell.
         """
 
     @property
     def locations(self) -> global___Locations:
-        """Locations of cells, for the fields that all samples of this message have. Unset in responses to writes."""
+        """Cell locations for the fields that all samples in this message have. Unset in responses to writes."""
 
     @property
     def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Step]:
-        """The optimizer steps of a claim; plain micro-batches are one step."""
+        """The optimizer steps of a claim. Plain micro-batches form a single step."""
 
     @property
     def end(self) -> global___EndCounts:
         """With END: counts of all samples of the partition by outcome, the same for all ranks. The task will never receive
-        the samples of any count except `consumed_count` and `kept_count`. Otherwise unset.
+        the counted samples, except those in `consumed_count` and `kept_count`. Otherwise unset.
         """
 
     @property
@@ -814,18 +823,19 @@ class BatchMeta(google.protobuf.message.Message):
 
     @property
     def index_ranges(self) -> global___IndexRanges:
-        """The samples, instead of `global_indexes`, if they are many and mostly consecutive."""
+        """The indexes of the samples, instead of `global_indexes`, if there are many and most of them are consecutive."""
 
     @property
     def produced(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """In responses about samples: for each of `fields`, one bit per sample that tells whether it has a cell. Sample i is
-        bit i % 8 of byte i / 8, counted from the lowest bit. No bytes: all samples have a cell. Empty in other responses.
+        """In responses about samples: for each of `fields`, one bit per sample, which is set if the sample has a cell in the
+        field. Sample i is bit i % 8 of byte i / 8, counted from the lowest bit. No bytes: all samples have a cell. Empty
+        in other responses.
         """
 
     @property
     def dropped_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """In claims: indexes of samples that the sampler dropped from this rank's part, as with the option `overlong` "drop".
-        They are not in the batch, and the task never receives them.
+        """In claims: indexes of samples that the sampler dropped from this rank's part, for example because the option
+        `overlong` is "drop". These samples are not in the batch, and the task never receives them.
         """
 
     @property
@@ -869,8 +879,8 @@ global___BatchMeta = BatchMeta
 
 @typing.final
 class EndCounts(google.protobuf.message.Message):
-    """Samples of a partition by outcome when a task reached its end. All counts except `kept_count` add up to the number of
-    samples ever inserted.
+    """Sample counts by outcome, taken when a task reached the end of a partition. All counts except `kept_count` add up to
+    the number of samples ever inserted.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -885,23 +895,27 @@ class EndCounts(google.protobuf.message.Message):
     OVERLONG_COUNT_FIELD_NUMBER: builtins.int
     KEPT_COUNT_FIELD_NUMBER: builtins.int
     consumed_count: builtins.int
-    """Consumed by the task in this epoch, including leased and cleared ones."""
+    """Samples that the task consumed in this epoch, including leased and cleared samples."""
     cleared_count: builtins.int
-    """Cleared before the task took them."""
+    """Samples that were cleared before they were delivered to the task."""
     failed_count: builtins.int
-    """Failed before the task took them."""
+    """Samples that failed before they were delivered to the task."""
     dead_lettered_count: builtins.int
-    """Delivered `max_deliveries` times without being acknowledged, including cleared ones."""
+    """Samples that were delivered `max_deliveries` times without being acknowledged, including cleared samples."""
     excluded_count: builtins.int
-    """Excluded by the `where` of the task."""
+    """Samples that the task's `where` excludes."""
     in_incomplete_groups_count: builtins.int
-    """In groups that can no longer be delivered complete."""
+    """Samples in groups that can no longer be delivered as a whole."""
     left_over_count: builtins.int
-    """Ready, but not in any plan: a short last batch with `drop_last`, or samples that the sampler leaves out."""
+    """Ready samples that are not in any plan. Either the last batch was too short (`drop_last`), or the sampler omitted
+    them.
+    """
     overlong_count: builtins.int
-    """Dropped from a batch by its sampler, as with the option `overlong` "drop", including cleared ones."""
+    """Samples that the sampler dropped from a batch, including cleared samples, for example because the option `overlong`
+    is "drop".
+    """
     kept_count: builtins.int
-    """Part of `consumed_count` that was consumed in earlier epochs, before ResetConsumption with `keep_consumed`."""
+    """Samples in `consumed_count` that were consumed in earlier epochs, before ResetConsumption with `keep_consumed`."""
     def __init__(
         self,
         *,
@@ -921,7 +935,7 @@ global___EndCounts = EndCounts
 
 @typing.final
 class ColumnHeader(google.protobuf.message.Message):
-    """One column of a bulk stream: its bytes in the frames and their division into rows."""
+    """One column of a bulk stream: how many bytes it has in the frames, and how these bytes are divided into rows."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -930,15 +944,15 @@ class ColumnHeader(google.protobuf.message.Message):
     EXTENTS_FIELD_NUMBER: builtins.int
     WHOLE_LENGTHS_FIELD_NUMBER: builtins.int
     value_bytes: builtins.int
-    """Size of the values of the column, in bytes."""
+    """Size of the column's values in bytes."""
     extents: builtins.bytes
     """Little-endian int64, row by row. Jagged: for each row, its size in each ragged dimension. Object: for each row, its
-    size in bytes. In the response of a get whose objects have different encodings (`spec.encoding` is unspecified),
+    size in bytes. In a response to a get, if the objects have different encodings (`spec.encoding` is unspecified),
     each row has two values: its size in bytes, then the number of its Encoding. Dense: empty.
     """
     whole_lengths: builtins.bytes
-    """In the response of a get, for a field sliced by `GetRequest.slices`: the full size of the first dimension of each
-    row, as little-endian int64. Otherwise empty.
+    """In a response to a get, for a field in `GetRequest.slices`: the length of each unsliced row along the first
+    dimension, as little-endian int64. Otherwise empty.
     """
     @property
     def spec(self) -> global___FieldSpec:

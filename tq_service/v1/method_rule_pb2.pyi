@@ -30,31 +30,31 @@ class _RoleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
     """Not used in rules or tokens."""
     ROLE_READ: _Role.ValueType  # 1
-    """See partitions and their progress, look up samples, read their data."""
+    """See partitions and their progress, look up samples, and read their data."""
     ROLE_PRODUCE: _Role.ValueType  # 2
     """Write partitions, samples and columns, and see progress."""
     ROLE_CONSUME: _Role.ValueType  # 3
-    """Claim samples, read and clear them."""
+    """Claim, read and clear samples."""
     ROLE_ADMIN: _Role.ValueType  # 4
-    """Call every method except those between services; includes checkpoints."""
+    """Call every method except those between services. Only this role permits checkpoint calls."""
     ROLE_SERVICE: _Role.ValueType  # 5
-    """Call the methods between the services of one deployment."""
+    """Call the methods that services of one deployment use between themselves."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """Permissions of the holder of a token. ROLE_ADMIN may call every method except those reserved for services."""
+    """Permissions that a token grants to its holder. ROLE_ADMIN may call every method except those reserved for services."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """Not used in rules or tokens."""
 ROLE_READ: Role.ValueType  # 1
-"""See partitions and their progress, look up samples, read their data."""
+"""See partitions and their progress, look up samples, and read their data."""
 ROLE_PRODUCE: Role.ValueType  # 2
 """Write partitions, samples and columns, and see progress."""
 ROLE_CONSUME: Role.ValueType  # 3
-"""Claim samples, read and clear them."""
+"""Claim, read and clear samples."""
 ROLE_ADMIN: Role.ValueType  # 4
-"""Call every method except those between services; includes checkpoints."""
+"""Call every method except those between services. Only this role permits checkpoint calls."""
 ROLE_SERVICE: Role.ValueType  # 5
-"""Call the methods between the services of one deployment."""
+"""Call the methods that services of one deployment use between themselves."""
 global___Role = Role
 
 class _Partitions:
@@ -64,13 +64,13 @@ class _Partitions:
 class _PartitionsEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Partitions.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     PARTITIONS_UNSPECIFIED: _Partitions.ValueType  # 0
-    """Those named by `partition_fields`, and those of the puts in `put_ids_field`. Calls of a method with neither are
-    refused.
+    """Partitions named in `partition_fields`, and partitions of the puts named in `put_ids_field`. If a method sets
+    neither option, calls to it are refused.
     """
     PARTITIONS_NONE: _Partitions.ValueType  # 1
     """The call does not concern partitions."""
     PARTITIONS_LISTED: _Partitions.ValueType  # 2
-    """Those in its response, which includes only partitions that the token covers."""
+    """Partitions in the response, which includes only partitions that the token covers."""
     PARTITIONS_ALL: _Partitions.ValueType  # 3
     """All partitions: the token must cover all of them."""
 
@@ -78,22 +78,23 @@ class Partitions(_Partitions, metaclass=_PartitionsEnumTypeWrapper):
     """Partitions that a call concerns. The caller's token must cover each of them."""
 
 PARTITIONS_UNSPECIFIED: Partitions.ValueType  # 0
-"""Those named by `partition_fields`, and those of the puts in `put_ids_field`. Calls of a method with neither are
-refused.
+"""Partitions named in `partition_fields`, and partitions of the puts named in `put_ids_field`. If a method sets
+neither option, calls to it are refused.
 """
 PARTITIONS_NONE: Partitions.ValueType  # 1
 """The call does not concern partitions."""
 PARTITIONS_LISTED: Partitions.ValueType  # 2
-"""Those in its response, which includes only partitions that the token covers."""
+"""Partitions in the response, which includes only partitions that the token covers."""
 PARTITIONS_ALL: Partitions.ValueType  # 3
 """All partitions: the token must cover all of them."""
 global___Partitions = Partitions
 
 @typing.final
 class MethodRule(google.protobuf.message.Message):
-    """Properties of a method that a service needs in order to admit a call and to send the response. The standard option
-    `idempotency_level` tells whether the method changes state: NO_SIDE_EFFECTS, or IDEMPOTENT under the same ids. Unset
-    properties have the strictest meaning: calls are refused, and responses wait until they are durable.
+    """Properties of a method, which a service needs to admit calls and to send responses. The standard option
+    `idempotency_level` tells whether the method changes state: NO_SIDE_EFFECTS, or IDEMPOTENT under the same ids. If
+    `roles` or the partitions are unset, calls are refused. If `is_answer_durable` is unset, responses wait until their
+    state is durable.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -112,11 +113,11 @@ class MethodRule(google.protobuf.message.Message):
     put_ids_field: builtins.str
     """Path of the field that names puts, such as "get.put_ids". The puts' storage service knows their partitions."""
     is_audited: builtins.bool
-    """Whether each admitted call is recorded in the audit log. Refused calls always are."""
+    """Whether each admitted call is recorded in the audit log. Refused calls are always recorded."""
     waits: builtins.bool
-    """Whether a call may wait for samples or capacity. A waiting call counts towards the limits on waiting calls."""
+    """Whether a call may wait for samples or capacity. A waiting call counts toward the limits on waiting calls."""
     fills_disk: builtins.bool
-    """Whether calls are refused while the disk of the data directory is nearly full. The remaining space is for calls
+    """Whether calls are refused while the data directory's disk is nearly full. The remaining space is reserved for calls
     that free space.
     """
     is_answer_durable: builtins.bool
@@ -125,14 +126,14 @@ class MethodRule(google.protobuf.message.Message):
     """Whether the method may be called through CallMany."""
     @property
     def roles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___Role.ValueType]:
-        """Roles, any one of which is sufficient. A method with only ROLE_SERVICE is internal: clients are refused even by a
-        service that does not require tokens. Empty: nobody can call it.
+        """Roles that may call the method; a caller needs only one of them. A method with only ROLE_SERVICE is internal: even
+        a service that does not require tokens refuses calls from clients. Empty: nobody can call the method.
         """
 
     @property
     def partition_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Paths of fields that name partitions, in the request or the first message of its stream, such as
-        "write.partition_id". Fields of an absent message name none.
+        "write.partition_id". Fields of an absent message name no partitions.
         """
 
     def __init__(
@@ -154,6 +155,6 @@ global___MethodRule = MethodRule
 
 RULE_FIELD_NUMBER: builtins.int
 rule: google.protobuf.internal.extension_dict._ExtensionFieldDescriptor[google.protobuf.descriptor_pb2.MethodOptions, global___MethodRule]
-"""Rule of a method. The number is random, from the range for use within an organization, because one process cannot
-load two extensions with the same number.
+"""Rule of a method. Since a process cannot load two extensions with the same number, this number was chosen at random
+from the range for use within an organization.
 """

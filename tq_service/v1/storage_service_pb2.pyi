@@ -33,46 +33,51 @@ class PutHeader(google.protobuf.message.Message):
     ALLOCATES_FIELD_NUMBER: builtins.int
     NEVER_WAITS_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
-    """Id of the put: 16 random bytes made by the client, the same on each retry."""
+    """Id of the put: 16 random bytes that the client creates and reuses for each retry."""
     row_count: builtins.int
-    """Number of rows of every column, 1 to 2^24."""
+    """Number of rows in each column, from 1 to 2^24."""
     size_bytes: builtins.int
     """Total bytes of all frames: the sum of the columns' `value_bytes`."""
     for_existing_rows: builtins.bool
-    """Whether the put adds columns to existing samples; such puts may use the reserve that new samples may not. Ignored
-    if the header carries a commit that creates samples. Otherwise Commit refuses to create samples from the put.
+    """Whether the put adds columns to existing samples. Such puts may use the reserve, which puts of new samples may not
+    use. Ignored if the header carries a commit that creates samples. Otherwise, Commit refuses to create samples from
+    the put.
     """
     shared_memory_session: builtins.bytes
-    """Session on the shared-memory socket, if the client can send shared memory; otherwise empty. Only for Put, and for
-    PutInline with `allocates`. A session that is not open is ignored, and the bytes come in frames.
+    """Session on the shared-memory socket, if the client can send shared memory; otherwise empty. Used only by Put, and
+    by PutInline with `allocates`. Put ignores a session that is not open, and receives the bytes in frames or over
+    bulk connections.
     """
     partition_id: builtins.str
     """The partition of the put; its commit must name the same one."""
     controller_id: builtins.bytes
-    """Id of the controller that owns the put and will commit it, as returned by PlacePut. UNAVAILABLE if this storage
-    service does not know that controller or runs in another controller's process: call PlacePut for a place and a
-    controller id. Empty only if the controller is in the same process; then it is not compared.
+    """Id of the controller that owns the put and will commit it, as returned by PlacePut. The put fails with UNAVAILABLE
+    if this storage service does not know that controller or runs in another controller's process. In this case, call
+    PlacePut for a storage service and a controller id. The id may be empty only if the controller is in the same
+    process; an empty id is not checked.
     """
     takes_bulk: builtins.bool
     """Whether the client can reach the bulk port and send the bytes there. Put only."""
     allocates: builtins.bool
     """Whether the client fills a region for this put after the response and before its Commit. Only for PutInline without
-    values, `commit` and object columns. FAILED_PRECONDITION if the service cannot offer a region:
-    `shared_memory_session` is not open or belongs to another user, or puts are kept beyond the process. Until it is
-    filled, the region holds bytes of older puts.
+    values, `commit` or object columns. The put fails with FAILED_PRECONDITION if `shared_memory_session` is not open
+    or belongs to another user, or if the put has at most 256 KiB. It also fails if puts outlive the service's process,
+    or if the service has too much shared memory open. Until the client fills the region, it contains bytes of older
+    puts.
     """
     never_waits: builtins.bool
-    """Whether the put fails with RESOURCE_EXHAUSTED instead of waiting for the capacity of the storage service. Unset: it
-    waits until shortly before the deadline of the call.
+    """Whether the put fails with RESOURCE_EXHAUSTED instead of waiting for capacity in the storage service. Unset: the
+    put waits until shortly before the call's deadline.
     """
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
-        """The columns in the order of their bytes: at least one, each name once."""
+        """The columns in the order of their bytes. At least one column is required, and each name may occur only once."""
 
     @property
     def commit(self) -> tq_service.v1.commit_pb2.CommitRequest:
-        """The commit, with empty placement and columns, if the controller is in the same process. It is optional there:
-        Commit may be called as for other storage services. Elsewhere it is INVALID_ARGUMENT.
+        """The commit, with empty placement and columns. It is optional, and only for a storage service in the controller's
+        process; clients may call Commit instead, as for other storage services. Other storage services reject it with
+        INVALID_ARGUMENT.
         """
 
     def __init__(
@@ -98,15 +103,15 @@ global___PutHeader = PutHeader
 
 @typing.final
 class BulkTicket(google.protobuf.message.Message):
-    """Permits the bytes of one put or get to travel over connections to the bulk port while its call lasts. Stat returns
+    """Permits the bytes of one put or get to be sent over connections to the bulk port until its call ends. Stat returns
     the address of that port.
 
-    On a new connection the service first sends 20 bytes: "TQB1" and its boot_id. The concatenated bytes of all columns
-    are cut into ranges of `range_bytes`; the last one may be shorter. Each range is sent once, over any connection, in
-    any order. For each range the client sends 32 bytes: "TQB1", the 16 bytes of `ticket`, the index of the range as a
-    little-endian uint32, and 8 zero bytes. The bytes of the range follow, from the client for a put and from the service
-    for a get. The connection can then carry another range of any transfer. On an error the connection is closed; the
-    client cancels the call and repeats it.
+    On a new connection, the service first sends 20 bytes: "TQB1" and its boot_id. The concatenated bytes of all columns
+    are divided into ranges of `range_bytes` each; the last range may be shorter. Each range is sent once, over any
+    connection and in any order. For each range the client sends 32 bytes: "TQB1", the 16 bytes of `ticket`, the index of
+    the range as a little-endian uint32, and 8 zero bytes. The bytes of the range follow. For a put, the client sends
+    them; for a get, the service sends them. The connection can then carry a range of this or any other transfer. After
+    an error, the service closes the connection, and the client cancels the call and repeats it.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -120,7 +125,7 @@ class BulkTicket(google.protobuf.message.Message):
     size_bytes: builtins.int
     """Total bytes of the columns that are sent over bulk connections."""
     range_bytes: builtins.int
-    """Bytes of each range except the last."""
+    """Size of each range except the last, in bytes."""
     stream_count: builtins.int
     """Recommended number of parallel connections."""
     def __init__(
@@ -137,15 +142,15 @@ global___BulkTicket = BulkTicket
 
 @typing.final
 class PutRequest(google.protobuf.message.Message):
-    """One message of the stream of a put."""
+    """One message in the stream of a put."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
     frame: builtins.bytes
-    """The next bytes of the concatenated columns. Frames of 1 to 4 MiB are best; they may be empty and may span
-    columns.
+    """The next bytes of the concatenated columns. Frames should be 1 to 4 MiB in size, including tag and length. Frames
+    may be empty and may span columns.
     """
     @property
     def header(self) -> global___PutHeader:
@@ -173,16 +178,16 @@ class PutResponse(google.protobuf.message.Message):
     COMMIT_FIELD_NUMBER: builtins.int
     RECEIPT_FIELD_NUMBER: builtins.int
     receipt: builtins.bytes
-    """Proof for Commit that this service has the put; clients pass it on unchanged. Empty if the controller is in the
-    same process or the put is already committed.
+    """Proves to Commit that this service has the put; clients pass the receipt on unchanged. Empty if the controller is
+    in the same process or the put is already committed.
     """
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
-        """The storage service and the instance that took the put, for `PutPlacement.storage`."""
+        """The storage service and the instance that stored the put, to be sent as `PutPlacement.storage`."""
 
     @property
     def commit(self) -> tq_service.v1.commit_pb2.CommitResponse:
-        """Response of the commit. Unset if the header carried none."""
+        """Response to the commit. Unset if the header carried no commit."""
 
     def __init__(
         self,
@@ -235,7 +240,9 @@ class PutInlineResponse(google.protobuf.message.Message):
 
     @property
     def region(self) -> global___RegionOffer:
-        """With `allocates`: the region of the put, to be taken within a few seconds. Unset if the put was already stored."""
+        """With `allocates`: the put's region, which the client must take within a few seconds. Unset if the put was already
+        stored.
+        """
 
     def __init__(
         self,
@@ -250,7 +257,7 @@ global___PutInlineResponse = PutInlineResponse
 
 @typing.final
 class GetRequest(google.protobuf.message.Message):
-    """Cells of some puts of one storage service."""
+    """Requests cells of one storage service."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -262,7 +269,9 @@ class GetRequest(google.protobuf.message.Message):
     SLICES_FIELD_NUMBER: builtins.int
     JOINS_EXTENTS_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
-    """`StorageEndpoint.boot_id` from the location of the puts. If the service has another one, they are gone: DATA_LOSS."""
+    """`StorageEndpoint.boot_id` from the location of the puts. If the service is not this instance and has not adopted
+    it, the puts are lost, and the get fails with DATA_LOSS.
+    """
     shared_memory_session: builtins.bytes
     """Session on the shared-memory socket, if the client can take shared memory; otherwise empty. A session that is not
     open is ignored.
@@ -270,8 +279,8 @@ class GetRequest(google.protobuf.message.Message):
     takes_bulk: builtins.bool
     """Whether the client can reach the bulk port and receive the bytes there."""
     joins_extents: builtins.bool
-    """Whether the extents of appended cells are joined: the response then has one row per cell, instead of one per
-    extent, for entries of `runs` with `extent_counts`. All extents of a cell must be in this storage service.
+    """Whether to join the extents of appended cells. For entries of `runs` with `extent_counts`, the response then has
+    one row per cell instead of one row per extent. All extents of a cell must be stored in this storage service.
     """
     @property
     def put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
@@ -279,14 +288,14 @@ class GetRequest(google.protobuf.message.Message):
 
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.CellRuns]:
-        """The cells, field by field in the requested order, each field once. All fields have the same number of rows. Rows
-        may repeat.
+        """The cells, field by field in the requested order. Each field may occur only once, and all fields must have the same
+        number of rows. Rows may repeat.
         """
 
     @property
     def slices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RowSlice]:
-        """Parts of the rows of some fields to return; the other bytes are not sent. Fields without a slice are returned
-        complete.
+        """The parts of rows to return for some fields; the other bytes are not sent. Fields without a slice are returned in
+        full.
         """
 
     def __init__(
@@ -306,10 +315,10 @@ global___GetRequest = GetRequest
 
 @typing.final
 class RowSlice(google.protobuf.message.Message):
-    """The part of each row that a get returns for some tensor fields. Along the first dimension it takes ranges, chunks or
-    everything; along the second dimension one range or everything. If the first dimension has the same size in all rows
-    and `range_counts` is empty, all rows are cut in the same way. Otherwise the returned column is ragged in its first
-    dimension.
+    """The part of each row that a get returns for some tensor fields. Along the first dimension, a slice selects ranges,
+    chunks or everything; along the second dimension, one range or everything. If the first dimension has the same size
+    in all rows and `range_counts` is empty, all rows are sliced in the same way. Otherwise the returned column is ragged
+    in its first dimension.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -325,10 +334,10 @@ class RowSlice(google.protobuf.message.Message):
     chunk_count: builtins.int
     """Number of chunks, 1 to 2^24."""
     align: builtins.int
-    """The length of a chunk is a multiple of this. 0: 1."""
+    """The chunk length is a multiple of this number. 0: 1."""
     @property
     def field_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Fields of `runs`, each in at most one slice."""
+        """Names of fields in `runs`. Each field may be in at most one slice."""
 
     @property
     def starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -336,20 +345,20 @@ class RowSlice(google.protobuf.message.Message):
 
     @property
     def stops(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """End of each range, exclusive, resolved in the same way. 2^63 - 1: the end of the row. A range that stops before its
-        start is empty.
+        """Exclusive end of each range, resolved in the same way as `starts`. 2^63 - 1: the end of the row. A range that ends
+        before it starts is empty.
         """
 
     @property
     def range_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Number of ranges of each row, which take the ranges in order; a row's ranges are joined in order. Empty: every row
-        has all ranges.
+        """Number of ranges for each row. The ranges are assigned to the rows in order, and each row's ranges are joined in
+        order. Empty: all ranges apply to every row.
         """
 
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Chunks of each row to return instead of ranges, joined in this order. A row is cut into `chunk_count` chunks of
-        equal length, the smallest possible multiple of `align`; the last ones may be shorter or empty.
+        """Chunks of each row to return instead of ranges, joined in this order. A row is divided into `chunk_count` chunks of
+        equal length, which is the smallest possible multiple of `align`. The last chunks may be shorter or empty.
         """
 
     @property
@@ -384,7 +393,7 @@ class IndexRange(google.protobuf.message.Message):
     start: builtins.int
     """First item."""
     stop: builtins.int
-    """End of the range, exclusive."""
+    """Exclusive end of the range."""
     def __init__(
         self,
         *,
@@ -404,9 +413,9 @@ class RegionOffer(google.protobuf.message.Message):
     OFFER_ID_FIELD_NUMBER: builtins.int
     REGION_FIELD_NUMBER: builtins.int
     offer_id: builtins.bytes
-    """Id of the offer, to be sent in TakeMemory on that socket."""
+    """Id of the offer, to be sent in TakeMemory over the shared-memory socket."""
     region: builtins.int
-    """Number of the region, never reused by this instance of the service."""
+    """Number of the region, which this service process never reuses."""
     def __init__(
         self,
         *,
@@ -463,14 +472,14 @@ class SharedColumns(google.protobuf.message.Message):
     MEMORIES_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     offer_id: builtins.bytes
-    """Id of the offer, to be sent in TakeMemory on that socket."""
+    """Id of the offer, to be sent in TakeMemory over the shared-memory socket."""
     @property
     def memories(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The offered memories: the number of each region, or 0 for a memfd of another client."""
 
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SharedColumn]:
-        """The columns whose values are in shared memory instead of the frames."""
+        """The columns whose values are in shared memory instead of in frames."""
 
     def __init__(
         self,
@@ -494,18 +503,18 @@ class GetHeader(google.protobuf.message.Message):
     SHARED_FIELD_NUMBER: builtins.int
     BULK_FIELD_NUMBER: builtins.int
     row_count: builtins.int
-    """Number of rows of every column."""
+    """Number of rows in each column."""
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
-        """The columns in the order of the request; their bytes have the same order."""
+        """The columns in the order of the request. Their bytes are in the same order."""
 
     @property
     def shared(self) -> global___SharedColumns:
-        """The columns in shared memory instead of the frames. Unset: none."""
+        """The columns whose values are in shared memory instead of in frames. Unset: none."""
 
     @property
     def bulk(self) -> global___BulkTicket:
-        """Ticket to receive the other columns over bulk connections. Unset: they come in frames."""
+        """Ticket for receiving the other columns over bulk connections. Unset: the other columns are sent in frames."""
 
     def __init__(
         self,
@@ -522,7 +531,7 @@ global___GetHeader = GetHeader
 
 @typing.final
 class GetResponse(google.protobuf.message.Message):
-    """One message of the stream of a get."""
+    """One message in the stream of a get."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -548,7 +557,7 @@ global___GetResponse = GetResponse
 
 @typing.final
 class GetInlineRequest(google.protobuf.message.Message):
-    """Requests cells whose values are likely to fit into one message."""
+    """Requests cells whose values are likely to fit in one message."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -577,9 +586,9 @@ class GetInlineResponse(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     values: builtins.bytes
-    """The concatenated bytes of the columns, except those in shared memory."""
+    """The concatenated bytes of the columns that are not in shared memory."""
     size_bytes: builtins.int
-    """Size of these bytes, set even if they are too large for `values`."""
+    """Size of the concatenated bytes, set even if they are too large for `values`."""
     @property
     def header(self) -> global___GetHeader:
         """The header, as in the first message of Get. Unset if the values are too large for one message."""
@@ -628,22 +637,22 @@ class StatResponse(google.protobuf.message.Message):
     max_bytes: builtins.int
     """Quota in bytes. 0: no quota."""
     used_bytes: builtins.int
-    """Bytes stored, and reserved for in-flight puts."""
+    """Bytes that are stored or are reserved for in-flight puts."""
     pooled_bytes: builtins.int
     """Bytes of memory pooled for reuse, not included in `used_bytes`."""
     put_count: builtins.int
     """Number of stored puts, committed or not."""
     uncommitted_put_count: builtins.int
-    """Number of uncommitted puts among them."""
+    """Number of stored puts that are uncommitted."""
     shared_memory_socket: builtins.str
-    """Path of the Unix socket on which clients of the same host share memory. Empty: no shared memory."""
+    """Path of the Unix socket over which clients on the same host share memory. Empty: no shared memory."""
     shared_memory_count: builtins.int
     """Number of puts stored in shared memory."""
     damaged_put_count: builtins.int
-    """Number of puts whose bytes were found damaged when read since the start."""
+    """Number of puts whose bytes a read has found to be damaged since the process started."""
     bulk_address: builtins.str
-    """Address of the bulk port, without a host if it is the host at which the client reaches this service. Empty: no bulk
-    port. It uses TLS if the calls do.
+    """Address of the bulk port. The host is omitted if it is the host at which the client reaches this service. Empty: no
+    bulk port. The bulk port uses TLS if calls use TLS.
     """
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
@@ -651,7 +660,7 @@ class StatResponse(google.protobuf.message.Message):
 
     @property
     def mirror(self) -> tq_service.v1.metadata_pb2.MirrorStatus:
-        """Status of its mirror. Unset: no mirror."""
+        """Status of the storage service's mirror. Unset: no mirror."""
 
     def __init__(
         self,

@@ -49,54 +49,55 @@ class StorageServiceServicer(object):
     """
 
     def Put(self, request_iterator, context):
-        """Stores one put. The first message is the header; frames follow that together carry the header's columns in order.
-        Changes: reserves `size_bytes` before reading the first frame, and stores the bytes. They become visible with the
-        commit, which is part of this call if the header carries one, and expire without it. Idempotent under `put_id` and
-        the `request_id` of the commit. Blocks until there is capacity, at most until the deadline of the call. Then the
-        service sends initial metadata with the key `tq-send-as`; clients may wait for it before they send frames. If the
-        put is already stored, the response arrives instead. The key's value is "frames", "region", "fd" or "bulk".
-        "region" and "fd" need an open session in the header, and the stream then ends without a frame. With "region" the
-        key `tq-region-bin` holds a RegionOffer, and a client that runs as the service's user fills that region. With "fd"
-        a client that runs as another user sends memory of its own over the session (SendFd). "bulk" needs `takes_bulk`:
-        the key `tq-ticket-bin` holds a BulkTicket, the bytes travel over bulk connections, and the stream then ends
-        without a frame. A service may always answer "frames". After an error nothing is stored. Errors: INVALID_ARGUMENT
-        (the stream does not match its header), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is larger
-        than the quota), UNAVAILABLE (this service is not registered with the controller of the put yet), and with a commit
-        all errors of Commit.
+        """Stores one put. The first message is the header. The frames that follow together carry the header's columns in
+        order. Changes: reserves `size_bytes` before reading the first frame, and stores the bytes. The bytes become
+        visible when the put is committed, and expire if it is not. If the header carries a commit, this call also commits
+        the put. Idempotent under `put_id` and the `request_id` of the commit. Blocks until there is capacity, at most
+        until the call's deadline. Once there is capacity, the service sends initial metadata with the key `tq-send-as`;
+        clients may wait for this metadata before they send frames. If the put is already stored, the service sends the
+        response instead. The value of `tq-send-as` is "frames", "region", "fd" or "bulk". For "region" and "fd", the
+        header must name an open session, and the client ends the stream without a frame. With "region", the key
+        `tq-region-bin` contains a RegionOffer. The client, which runs as the service's user, fills that region. With "fd",
+        the client, which runs as another user, sends its own memory over the session (SendFd). "bulk" requires
+        `takes_bulk`, and the key `tq-ticket-bin` contains a BulkTicket. The client sends the bytes over bulk connections
+        and ends the stream without a frame. A service may always choose "frames". A call that fails stores nothing.
+        Errors: INVALID_ARGUMENT (the stream does not match its header), RESOURCE_EXHAUSTED (no capacity; with RetryInfo
+        unless the put is larger than the quota), UNAVAILABLE (this service has not yet registered with the put's
+        controller), and, if the header carries a commit, all errors of Commit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutInline(self, request, context):
-        """Stores one put of at most 256 KiB sent in one message, at about half the cost of Put. Changes, idempotence,
-        blocking and errors are those of Put, and a put may be retried with the other method. Larger puts are
-        INVALID_ARGUMENT: while they wait for capacity, their bytes would occupy memory that no quota counts. With
-        `allocates` the put may have any size; its bytes follow in shared memory.
+        """Stores a put of at most 256 KiB, sent in one message, at about half the cost of Put. Changes, idempotence, blocking
+        and errors are the same as for Put. A put may be retried with either method. Larger puts fail with
+        INVALID_ARGUMENT: while they wait for capacity, their bytes would occupy memory that no quota covers. With
+        `allocates`, the put must be larger than 256 KiB, and its bytes follow in shared memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Reads cells. The first message is the header with specs, sizes and extents; frames follow that together carry the
-        values of the columns in the requested order. Changes nothing; cells being read stay readable to the end of the
-        call even if they are cleared or overwritten. With a session, columns in shared memory are offered there, and the
-        call lasts until they are taken. With a ticket in the header, the other columns are received over bulk connections
-        instead of in frames, and the call lasts until that is done. Otherwise it does not block. Errors: DATA_LOSS
-        (another instance of this service took the put, or its bytes are damaged), NOT_FOUND (PUT_NOT_FOUND: the put or one
-        of its cells was cleared or overwritten since it was located; locate the samples again. A service in a separate
-        process from the controller learns of this a fraction of a second later and returns the old values until then),
-        INVALID_ARGUMENT.
+        """Reads cells. The first message is the header with specs, sizes and extents. The frames that follow together carry
+        the values of the columns in the requested order. Changes nothing; cells being read remain readable until the end
+        of the call, even if they are cleared or overwritten. If the request names an open session, columns in shared
+        memory are offered over this session, and the call lasts until the client has taken them. If the header contains a
+        ticket, the client receives the other columns over bulk connections instead of in frames. The call then lasts until
+        this transfer is complete. Otherwise it does not block. Errors: DATA_LOSS (another instance of this service took
+        the put, or its bytes are damaged), NOT_FOUND (PUT_NOT_FOUND: the put or one of its cells has been cleared or
+        overwritten since it was located; locate the samples again. A storage service in a separate process learns of the
+        change a fraction of a second later, and returns the old values until then), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInline(self, request, context):
-        """Reads cells in one message, at lower cost than Get, if their values outside shared memory take at most 256 KiB. If
-        they take more, the response has no header; call Get. Changes nothing, does not block. Memory offered in the
-        session can be taken for 10 s after the response. Errors: those of Get.
+        """Reads cells in one message, at lower cost than Get, if their values outside shared memory total at most 256 KiB. If
+        these values exceed 256 KiB, the response has no header; call Get instead. Changes nothing, does not block. The
+        client can take memory offered over the session for 10 s after the response. Errors: the same as for Get.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,8 +6,7 @@ from tq_service.internal.v1 import cluster_pb2 as tq__service_dot_internal_dot_v
 
 
 class ClusterServiceStub(object):
-    """The leading controller, as called by its standbys. Served to callers with the internal secret, or with a token of
-    role service.
+    """Calls from standbys to the leading controller. Callers need the internal secret or a token that has the service role.
     """
 
     def __init__(self, channel):
@@ -24,14 +23,13 @@ class ClusterServiceStub(object):
 
 
 class ClusterServiceServicer(object):
-    """The leading controller, as called by its standbys. Served to callers with the internal secret, or with a token of
-    role service.
+    """Calls from standbys to the leading controller. Callers need the internal secret or a token that has the service role.
     """
 
     def FetchSnapshot(self, request, context):
-        """Sends the newest snapshot to a standby that needs records no longer in the log. Writes a snapshot first if none
-        exists, or if the newest is older than requested; changes nothing else. Errors: UNAVAILABLE (NOT_LEADER: this
-        controller does not lead).
+        """Sends the newest snapshot to a standby that needs records that are no longer in the log. If no snapshot exists, or
+        if the newest one is older than requested, first writes a new snapshot. Changes nothing else. Errors: UNAVAILABLE
+        (NOT_LEADER: this controller does not lead).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -53,8 +51,7 @@ def add_ClusterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ClusterService(object):
-    """The leading controller, as called by its standbys. Served to callers with the internal secret, or with a token of
-    role service.
+    """Calls from standbys to the leading controller. Callers need the internal secret or a token that has the service role.
     """
 
     @staticmethod

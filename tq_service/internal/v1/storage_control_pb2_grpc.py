@@ -6,8 +6,8 @@ from tq_service.internal.v1 import storage_control_pb2 as tq__service_dot_intern
 
 
 class StorageControlServiceStub(object):
-    """Controls the puts of a storage service. Served to callers with the internal secret, or with a token of role service.
-    All methods fail with FAILED_PRECONDITION if another controller of the cluster, with a higher epoch, leads now.
+    """Controls the puts of a storage service. Available to callers with the internal secret or with a token that has the
+    service role. All methods fail with FAILED_PRECONDITION if a controller with a higher epoch now leads the cluster.
     """
 
     def __init__(self, channel):
@@ -34,40 +34,42 @@ class StorageControlServiceStub(object):
 
 
 class StorageControlServiceServicer(object):
-    """Controls the puts of a storage service. Served to callers with the internal secret, or with a token of role service.
-    All methods fail with FAILED_PRECONDITION if another controller of the cluster, with a higher epoch, leads now.
+    """Controls the puts of a storage service. Available to callers with the internal secret or with a token that has the
+    service role. All methods fail with FAILED_PRECONDITION if a controller with a higher epoch now leads the cluster.
     """
 
     def UpdatePuts(self, request, context):
-        """Marks puts as committed, and frees cells that were cleared, overwritten or failed. The controller repeats each call
-        until it is answered, before it sends the next. A repeat is harmless: no put is committed under the id of a put
-        that is being freed. Unknown puts and puts of another instance are ignored. Idempotent, does not block. Errors:
-        UNAVAILABLE (the key is not that of the current registration).
+        """Marks puts as committed, and frees cells that were cleared, overwritten or failed. The controller retries each call
+        until it succeeds, and only then sends the next call. A retry is harmless, since no put is committed under the id
+        of a put that is being freed. Unknown puts and puts of another instance are ignored. Idempotent; does not block.
+        Errors: UNAVAILABLE (the key does not belong to the current registration).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReconcilePuts(self, request_iterator, context):
-        """Lists the puts that the controller knows, in parts. The controller calls it after it or this service restarts, and
-        periodically. The first message has the instance id, the controller, its epoch and its key id; the service answers
-        it with initial metadata. Only then does the controller look up its puts, so each of them is either listed or
-        confirmed after the first message. Changes, after the last message: drops this controller's confirmed puts that are
-        not listed, except those confirmed after the first message; of listed puts, only the listed cells are kept. Puts of
-        other controllers and uncommitted puts remain unchanged. A stream that breaks off drops only unlisted cells of
-        listed puts. Idempotent; other calls proceed between the messages. Errors: DATA_LOSS (another instance), CANCELLED
-        (a later call of this method has begun), UNAVAILABLE (a later registration is known).
+        """Compares the stored puts with the controller's list of known puts, which arrives in parts. The controller makes
+        this call after a restart of either process, and then periodically. The first message contains the instance id and
+        the controller's id, epoch and key id. The service responds to this message with initial metadata. Only then does
+        the controller look up its puts, so each put is either listed or confirmed after the first message. Changes:
+        confirms listed puts, and keeps only their listed cells. After the last message, also drops this controller's
+        confirmed puts that are not listed, except puts confirmed after the first message. Unlisted uncommitted puts and
+        other controllers' puts remain unchanged. If the stream breaks off, only unlisted cells of listed puts are dropped.
+        Idempotent; other calls proceed between the messages. Errors: DATA_LOSS (another instance), CANCELLED (a later call
+        of this method has begun), UNAVAILABLE (a later registration is known).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Adopt(self, request, context):
-        """Takes over the puts of a lost storage service from the mirror that both share. Changes: this service answers reads
-        under that name and instance id, and registers under them with its own address. The controller then lists the puts
-        it knows (ReconcilePuts). Bytes are fetched on first read and in the background. Idempotent; blocks while the
-        mirror is searched, about one second. Errors: FAILED_PRECONDITION (no mirror), NOT_FOUND (the mirror contains
-        nothing of that instance), UNAVAILABLE (the mirror does not answer), DATA_LOSS (the index of the puts is damaged).
+        """Takes over a lost storage service's puts from the mirror that both services share. Changes: this service serves
+        reads for the lost service's name and instance id, and registers under both with its own address. The controller
+        then sends its list of known puts (ReconcilePuts). Bytes are fetched when they are first read, and in the
+        background. Idempotent; blocks for about one second while it searches the mirror. Errors: FAILED_PRECONDITION (no
+        mirror), NOT_FOUND (the mirror contains nothing of that instance), UNAVAILABLE (the mirror does not answer),
+        DATA_LOSS (the index of the puts is damaged).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,8 +101,8 @@ def add_StorageControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StorageControlService(object):
-    """Controls the puts of a storage service. Served to callers with the internal secret, or with a token of role service.
-    All methods fail with FAILED_PRECONDITION if another controller of the cluster, with a higher epoch, leads now.
+    """Controls the puts of a storage service. Available to callers with the internal secret or with a token that has the
+    service role. All methods fail with FAILED_PRECONDITION if a controller with a higher epoch now leads the cluster.
     """
 
     @staticmethod

@@ -6,8 +6,8 @@ from tq_service.internal.v1 import storage_registry_pb2 as tq__service_dot_inter
 
 
 class StorageRegistryServiceStub(object):
-    """Registry of a controller's storage services. Served to callers with the internal secret, or with a token of role
-    service.
+    """Registry of a controller's storage services. Available to callers with the internal secret or with a token that has
+    the service role.
     """
 
     def __init__(self, channel):
@@ -24,16 +24,17 @@ class StorageRegistryServiceStub(object):
 
 
 class StorageRegistryServiceServicer(object):
-    """Registry of a controller's storage services. Served to callers with the internal secret, or with a token of role
-    service.
+    """Registry of a controller's storage services. Available to callers with the internal secret or with a token that has
+    the service role.
     """
 
     def RegisterStorage(self, request, context):
-        """Registers a storage service; repeated as its heartbeat. Changes: the service receives puts from now on. The
-        response lists the named puts that the controller does not know, and the service drops them. Idempotent, does not
-        block. Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (a process that registered later holds the
-        name and is alive), FAILED_PRECONDITION (another storage service took over the puts of this instance: exit and
-        start empty).
+        """Registers a storage service, which repeats the call as its heartbeat. Changes: the service receives puts from now
+        on. The response lists the puts in the request that the controller does not know, and the service drops these puts.
+        Idempotent, does not block. Errors: INVALID_ARGUMENT (more than 4,096 puts), ALREADY_EXISTS (the controller's
+        embedded storage service has this name, or a process that registered later has it and is alive), RESOURCE_EXHAUSTED
+        (too many storage services), FAILED_PRECONDITION (another storage service took over the puts of this instance: exit
+        and start empty).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -55,8 +56,8 @@ def add_StorageRegistryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StorageRegistryService(object):
-    """Registry of a controller's storage services. Served to callers with the internal secret, or with a token of role
-    service.
+    """Registry of a controller's storage services. Available to callers with the internal secret or with a token that has
+    the service role.
     """
 
     @staticmethod
