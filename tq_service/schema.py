@@ -130,8 +130,8 @@ class FieldSpec:
         encoding: how objects are encoded: as UTF-8 text, as raw bytes, or in msgpack, which can represent any object. A
             field declared as text or bytes rejects all other values. With None or msgpack, the field accepts any object
             and stores it in the encoding chosen by the put.
-        write_once: whether each sample's value can be written only once. Until the value or the sample is cleared, a second
-            write fails with AlreadyExistsError.
+        write_once: whether each sample's value can be written only once. Until the value or the sample is cleared, a
+            second write fails with AlreadyExistsError.
         scope: "row" if each sample has its own value, or "group" if all samples in a group share a value. `put_groups`
             stores a shared value, such as the image in a prompt, only once. Group fields must be declared when the
             partition is created.
