@@ -64,14 +64,14 @@ class Report:
     """The result of one benchmark.
 
     Attributes:
-            name: name of the benchmark, which is its module's.
-            question: the question that it answers.
-            columns: headings of the table, with units.
-            rows: the table.
-            notes: how it was measured, as far as a reader needs it.
-            aims: targets for its figures.
-            plots: plots of the table.
-            without: peers that were unavailable.
+        name: name of the benchmark, which is its module's.
+        question: the question that it answers.
+        columns: headings of the table, with units.
+        rows: the table.
+        notes: how it was measured, as far as a reader needs it.
+        aims: targets for its figures.
+        plots: plots of the table.
+        without: peers that were unavailable.
     """
 
     name: str

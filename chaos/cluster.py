@@ -74,9 +74,9 @@ class Cluster:
     """A service as one process, or as a controller and two storage services.
 
     Args:
-            topology: one process, or a controller and two storage services.
-            durability: how the service keeps its state; with "memory", a killed process also loses its state.
-            directory: directory for data and logs.
+        topology: one process, or a controller and two storage services.
+        durability: how the service keeps its state; with "memory", a killed process also loses its state.
+        directory: directory for data and logs.
     """
 
     def __init__(self, topology: Topology, durability: Durability, directory: Path) -> None:

@@ -50,9 +50,9 @@ class Host:
     """One host.
 
     Attributes:
-            ip: its address.
-            enter: prefix of a command that runs on the host; empty for the host of this program.
-            device: its network device.
+        ip: its address.
+        enter: prefix of a command that runs on the host; empty for the host of this program.
+        device: its network device.
     """
 
     ip: str

@@ -1,4 +1,4 @@
-"""Threads that continuously change and read samples, to measure how long a fault stops the service."""
+"""Threads that continuously make changes and read samples, to measure how long a fault stops the service."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class ReplicatedCluster(Cluster):
         return [line for line in super().failures() if "Traceback" in line or "Fatal" in line]
 
     def wrong_ends(self) -> list[str]:
-        """Return processes that ended for another reason than being killed, superseded or taken over."""
+        """Return processes that ended for a reason other than being killed, superseded or taken over."""
         expected = (FAILED_EXIT_CODE, -signal.SIGKILL)
         return [f"{name} ended with {code}" for name, code in self.ended if code not in expected]
 

@@ -146,7 +146,7 @@ class Scenario:
     # Faults
 
     def _in_turn(self, targets: Sequence[Target], rounds: int) -> list[Target]:
-        """Return targets in random order. The counts of any two targets differ by at most one."""
+        """Return targets in random order. The counts of any two entries of `targets` differ by at most one."""
         decks = (self._rng.sample(targets, len(targets)) for _ in range(0, rounds, len(targets)))
         return [target for deck in decks for target in deck][:rounds]
 

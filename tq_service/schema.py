@@ -269,9 +269,10 @@ class Admission:
             waits. "drop_lowest": the put also clears the pending units with the lowest priority. The put never clears a
             unit that is held, leased, in a batch that ranks have yet to train on (`advance`), or in an incomplete
             group.
-        priority_key: custom_meta column with each sample's priority, for `overflow="drop_lowest"`. A group's priority
-            is the mean of its members' priorities. Units without a priority are dropped last. Among units of equal
-            priority, the oldest are dropped first. If `priority_key` is empty, the oldest units are dropped first.
+        priority_key: custom_meta column with each sample's priority, for `overflow="drop_lowest"`. The priority of a
+            group or rollout is the mean of its samples' priorities. Units in which a sample has no priority are dropped
+            last. Among units of equal priority, the oldest are dropped first. If `priority_key` is empty, the oldest
+            units are dropped first.
         samples_per_insert: target ratio of deliveries to inserted samples. The task's batches wait if the ratio is too
             high, and puts wait if the ratio is too low. 0 means that the ratio is unbounded.
         min_size_to_sample: with `samples_per_insert`, the number of samples that must be inserted before the first

@@ -35,7 +35,7 @@ class StalenessManager:
         client.create_partition(PARTITION, tasks=[ACTOR, ROLLOUT], admissions=[self._admission])
 
     def get_pending_limit(self) -> int:
-        """Return the maximum number of rollouts that are admitted but not yet published."""
+        """Return the maximum number of outstanding rollouts: admitted, but not yet part of a published version."""
         return self._admission.most
 
     def get_capacity(self) -> int:

@@ -86,8 +86,8 @@ class SampleWrite(google.protobuf.message.Message):
     ENDS_ROLLOUTS_FIELD_NUMBER: builtins.int
     OF_GROUPS_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """Name of the partition: 1 to 512 printable characters. If the partition does not exist, it is created with default
-    settings.
+    """Name of the partition: 1 to 512 printable characters. If the partition does not exist, a write that can add samples
+    creates it with default settings, unless `incarnation` is set. Any other write then fails with NOT_FOUND.
     """
     incarnation: builtins.bytes
     """The incarnation that was returned with `global_indexes`; required if they are set, optional otherwise. If the
@@ -98,9 +98,10 @@ class SampleWrite(google.protobuf.message.Message):
     key_mode: global___KeyMode.ValueType
     """How the write handles known and unknown keys. Unset: UPSERT. Ignored without `keys`."""
     group_size: builtins.int
-    """Number of members that complete each group in `groups`. All puts of a group must send the same number. Adding a
-    further member fails with FAILED_PRECONDITION. Each rollout, and each sample without a rollout, counts as one
-    member. 0: no number is declared; CloseGroups or sealing the partition completes the group.
+    """Number of members that complete each group in `groups`. All puts of a group that send a number must send the same
+    one. Adding a further member fails with FAILED_PRECONDITION. Each rollout, and each sample without a rollout,
+    counts as one member. 0: this put declares no number. If no put of a group declares one, CloseGroups or sealing the
+    partition completes the group.
     """
     state: tq_service.v1.metadata_pb2.SampleState.ValueType
     """New state of the samples. Unset: new samples are live, and existing samples keep their state. A failed sample stays

@@ -562,9 +562,9 @@ class Admission(google.protobuf.message.Message):
     overflow: global___Overflow.ValueType
     """How to handle new samples that would exceed `most`. Unset: their put waits."""
     priority_key: builtins.str
-    """With OVERFLOW_DROP_LOWEST: custom_meta column that contains each sample's priority. A group's priority is the mean
-    of its members' priorities. Units without a priority are dropped last. Among units of equal priority, the oldest
-    are dropped first. Empty: the oldest units are dropped first.
+    """With OVERFLOW_DROP_LOWEST: custom_meta column that contains each sample's priority. The priority of a group or
+    rollout is the mean of its samples' priorities. Units in which a sample has no priority are dropped last. Among
+    units of equal priority, the oldest are dropped first. Empty: the oldest units are dropped first.
     """
     samples_per_insert: builtins.float
     """Target number of deliveries to the task per inserted sample, on average. The task's batches wait above this ratio,
@@ -823,8 +823,8 @@ class Order(google.protobuf.message.Message):
     COLUMN_FIELD_NUMBER: builtins.int
     DESCENDING_FIELD_NUMBER: builtins.int
     column: builtins.str
-    """Name of the column, not empty. Samples without a typed value come last. Equal values are ordered by index. NaN is
-    the largest value.
+    """Name of the column, not empty. Samples without a typed value come last. Samples whose values are equal in all
+    `order_by` columns are ordered by index. NaN is the largest value.
     """
     descending: builtins.bool
     """Whether the largest value comes first. Unset: the smallest."""
@@ -1108,7 +1108,7 @@ class GetMetaRequest(google.protobuf.message.Message):
     to samples without a group. 0: no minimum.
     """
     held: builtins.bool
-    """Whether to claim held samples instead of live samples: slots that another rollout worker released, or whose lease
+    """Whether to claim held samples instead of live samples, such as slots that a rollout worker released or whose lease
     expired. Requires a `lease`; `data_fields` may be empty.
     """
     @property
@@ -1810,9 +1810,9 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     total_count: builtins.int
     """Number of samples ever inserted, including cleared samples."""
     skipped_count: builtins.int
-    """Samples that the task will never receive: samples that failed or were cleared before delivery to the task, and
-    samples left over when the task ended. If the task keeps groups together, this includes the remaining members of
-    groups that lost such a member.
+    """Samples that the task will never receive: samples that failed or were cleared before delivery to the task,
+    dead-lettered samples, samples that the sampler dropped, and samples left over when the task ended. If the task
+    keeps groups together, this includes the remaining members of groups that lost such a member.
     """
     sealed: builtins.bool
     """Whether the partition is closed to new samples."""
@@ -2488,13 +2488,13 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     """
     skipped_by: builtins.str
     """Name of a task. Selects all samples that the task will never receive: those that failed before the task took them,
-    and its dead-lettered samples. If the task keeps groups together, the remaining members of groups that lost such a
-    member or a cleared one are also selected. Must not be combined with keys, indexes, groups or rollouts. NOT_FOUND
-    if the task has not claimed yet. Empty: not used.
+    its dead-lettered samples, and those that its sampler dropped. If the task keeps groups together, the remaining
+    members of groups that lost such a member or a cleared one are also selected. Must not be combined with keys,
+    indexes, groups or rollouts. NOT_FOUND unless the task is declared or has claimed. Empty: not used.
     """
     task_name: builtins.str
     """Name of a task. Restricts the selection to samples that are left for this task and that no task has leased to a
-    worker. NOT_FOUND if the task has not claimed yet. Empty: no restriction.
+    worker. NOT_FOUND unless the task is declared or has claimed. Empty: no restriction.
     """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -3001,7 +3001,7 @@ class RecentBatch(google.protobuf.message.Message):
     """
     padding_share: builtins.float
     """Fraction of tokens that are padding, from 0 to 1. In packs, padding fills the remaining space. In micro-batches, it
-    extends each sample to the length of the longest one; jagged fields do not need this padding.
+    extends each sample to the length of the longest sample in its micro-batch; jagged fields do not need this padding.
     """
     staleness: builtins.int
     """For a task with a `max_staleness`: upper bound on the number of versions between creating the oldest sample's slot

@@ -409,9 +409,9 @@ class ControllerServiceServicer(object):
         trainers. Changes: the version, and the same progress as Advance. Claims that wait for the version, or whose
         conditions refer to it, may proceed. Publishing the same version again records only the progress. Idempotent under
         `request_id`. Does not block. Errors: FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and
-        `rewind` is unset; or a task has a `max_staleness`, and the version advances by more than the number of trained
-        batches), RESOURCE_EXHAUSTED (too many policies), INVALID_ARGUMENT, and the errors of Advance, in which case the
-        version is not published.
+        `rewind` is unset; or a task with a `max_staleness` has outstanding work, and the version advances by more than the
+        number of batches trained since the last version), RESOURCE_EXHAUSTED (too many policies), INVALID_ARGUMENT, and
+        the errors of Advance, in which case the version is not published.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -446,9 +446,10 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TakeEvicted(self, request, context):
-        """Returns, in order, the units that a task's claims have evicted (`GetMetaRequest.unmatched`), so that the caller can
-        replace them. The service keeps the 65,536 most recently evicted units, across all epochs of the task. Changes
-        nothing and does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+        """Returns, in order, the units that a task's claims (`GetMetaRequest.unmatched`) or its admission
+        (OVERFLOW_DROP_LOWEST) have evicted, so that the caller can replace them. The service keeps the 65,536 most
+        recently evicted units, across all epochs of the task. Changes nothing and does not block. Errors: NOT_FOUND
+        (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -476,8 +477,8 @@ class ControllerServiceServicer(object):
 
     def CloseGroups(self, request, context):
         """Closes groups and rollouts, after which no more members or samples can join them. Changes: the rollouts become
-        complete, as does each group whose rollouts are all complete. Idempotent. Does not block. Errors: NOT_FOUND
-        (partition, group or rollout).
+        complete. A group becomes complete once it is closed or has reached its declared size, and all of its rollouts are
+        complete. Idempotent. Does not block. Errors: NOT_FOUND (partition, group or rollout).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

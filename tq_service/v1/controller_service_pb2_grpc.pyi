@@ -211,9 +211,9 @@ class ControllerServiceStub:
     trainers. Changes: the version, and the same progress as Advance. Claims that wait for the version, or whose
     conditions refer to it, may proceed. Publishing the same version again records only the progress. Idempotent under
     `request_id`. Does not block. Errors: FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and
-    `rewind` is unset; or a task has a `max_staleness`, and the version advances by more than the number of trained
-    batches), RESOURCE_EXHAUSTED (too many policies), INVALID_ARGUMENT, and the errors of Advance, in which case the
-    version is not published.
+    `rewind` is unset; or a task with a `max_staleness` has outstanding work, and the version advances by more than the
+    number of batches trained since the last version), RESOURCE_EXHAUSTED (too many policies), INVALID_ARGUMENT, and
+    the errors of Advance, in which case the version is not published.
     """
 
     GetVersion: grpc.UnaryUnaryMultiCallable[
@@ -248,9 +248,10 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.TakeEvictedRequest,
         tq_service.v1.controller_service_pb2.TakeEvictedResponse,
     ]
-    """Returns, in order, the units that a task's claims have evicted (`GetMetaRequest.unmatched`), so that the caller can
-    replace them. The service keeps the 65,536 most recently evicted units, across all epochs of the task. Changes
-    nothing and does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+    """Returns, in order, the units that a task's claims (`GetMetaRequest.unmatched`) or its admission
+    (OVERFLOW_DROP_LOWEST) have evicted, so that the caller can replace them. The service keeps the 65,536 most
+    recently evicted units, across all epochs of the task. Changes nothing and does not block. Errors: NOT_FOUND
+    (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     SetCustomMeta: grpc.UnaryUnaryMultiCallable[
@@ -278,8 +279,8 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.CloseGroupsResponse,
     ]
     """Closes groups and rollouts, after which no more members or samples can join them. Changes: the rollouts become
-    complete, as does each group whose rollouts are all complete. Idempotent. Does not block. Errors: NOT_FOUND
-    (partition, group or rollout).
+    complete. A group becomes complete once it is closed or has reached its declared size, and all of its rollouts are
+    complete. Idempotent. Does not block. Errors: NOT_FOUND (partition, group or rollout).
     """
 
     LookupSamples: grpc.UnaryUnaryMultiCallable[
@@ -640,9 +641,9 @@ class ControllerServiceAsyncStub:
     trainers. Changes: the version, and the same progress as Advance. Claims that wait for the version, or whose
     conditions refer to it, may proceed. Publishing the same version again records only the progress. Idempotent under
     `request_id`. Does not block. Errors: FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and
-    `rewind` is unset; or a task has a `max_staleness`, and the version advances by more than the number of trained
-    batches), RESOURCE_EXHAUSTED (too many policies), INVALID_ARGUMENT, and the errors of Advance, in which case the
-    version is not published.
+    `rewind` is unset; or a task with a `max_staleness` has outstanding work, and the version advances by more than the
+    number of batches trained since the last version), RESOURCE_EXHAUSTED (too many policies), INVALID_ARGUMENT, and
+    the errors of Advance, in which case the version is not published.
     """
 
     GetVersion: grpc.aio.UnaryUnaryMultiCallable[
@@ -677,9 +678,10 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.TakeEvictedRequest,
         tq_service.v1.controller_service_pb2.TakeEvictedResponse,
     ]
-    """Returns, in order, the units that a task's claims have evicted (`GetMetaRequest.unmatched`), so that the caller can
-    replace them. The service keeps the 65,536 most recently evicted units, across all epochs of the task. Changes
-    nothing and does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+    """Returns, in order, the units that a task's claims (`GetMetaRequest.unmatched`) or its admission
+    (OVERFLOW_DROP_LOWEST) have evicted, so that the caller can replace them. The service keeps the 65,536 most
+    recently evicted units, across all epochs of the task. Changes nothing and does not block. Errors: NOT_FOUND
+    (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
     """
 
     SetCustomMeta: grpc.aio.UnaryUnaryMultiCallable[
@@ -707,8 +709,8 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.CloseGroupsResponse,
     ]
     """Closes groups and rollouts, after which no more members or samples can join them. Changes: the rollouts become
-    complete, as does each group whose rollouts are all complete. Idempotent. Does not block. Errors: NOT_FOUND
-    (partition, group or rollout).
+    complete. A group becomes complete once it is closed or has reached its declared size, and all of its rollouts are
+    complete. Idempotent. Does not block. Errors: NOT_FOUND (partition, group or rollout).
     """
 
     LookupSamples: grpc.aio.UnaryUnaryMultiCallable[
@@ -1101,9 +1103,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         trainers. Changes: the version, and the same progress as Advance. Claims that wait for the version, or whose
         conditions refer to it, may proceed. Publishing the same version again records only the progress. Idempotent under
         `request_id`. Does not block. Errors: FAILED_PRECONDITION (VERSION_REFUSED: the policy has a higher version, and
-        `rewind` is unset; or a task has a `max_staleness`, and the version advances by more than the number of trained
-        batches), RESOURCE_EXHAUSTED (too many policies), INVALID_ARGUMENT, and the errors of Advance, in which case the
-        version is not published.
+        `rewind` is unset; or a task with a `max_staleness` has outstanding work, and the version advances by more than the
+        number of batches trained since the last version), RESOURCE_EXHAUSTED (too many policies), INVALID_ARGUMENT, and
+        the errors of Advance, in which case the version is not published.
         """
 
     @abc.abstractmethod
@@ -1146,9 +1148,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.TakeEvictedRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.TakeEvictedResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.TakeEvictedResponse]]:
-        """Returns, in order, the units that a task's claims have evicted (`GetMetaRequest.unmatched`), so that the caller can
-        replace them. The service keeps the 65,536 most recently evicted units, across all epochs of the task. Changes
-        nothing and does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
+        """Returns, in order, the units that a task's claims (`GetMetaRequest.unmatched`) or its admission
+        (OVERFLOW_DROP_LOWEST) have evicted, so that the caller can replace them. The service keeps the 65,536 most
+        recently evicted units, across all epochs of the task. Changes nothing and does not block. Errors: NOT_FOUND
+        (partition or task), FAILED_PRECONDITION (STALE_INCARNATION).
         """
 
     @abc.abstractmethod
@@ -1182,8 +1185,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CloseGroupsResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CloseGroupsResponse]]:
         """Closes groups and rollouts, after which no more members or samples can join them. Changes: the rollouts become
-        complete, as does each group whose rollouts are all complete. Idempotent. Does not block. Errors: NOT_FOUND
-        (partition, group or rollout).
+        complete. A group becomes complete once it is closed or has reached its declared size, and all of its rollouts are
+        complete. Idempotent. Does not block. Errors: NOT_FOUND (partition, group or rollout).
         """
 
     @abc.abstractmethod

@@ -393,8 +393,8 @@ class StorageEndpoint(google.protobuf.message.Message):
     """Name of the storage service, which stays the same across restarts."""
     boot_id: builtins.bytes
     """Instance id, 16 random bytes. A service that keeps its puts across restarts also keeps its instance id; any other
-    service gets a new one at each start. Puts stored under a previous instance id are lost unless another storage
-    service has taken them over.
+    service gets a new one at each start. Puts stored under a previous instance id are lost unless a successor has
+    taken them over from the mirror.
     """
     address: builtins.str
     """Address for clients, "host:port". Empty: the address at which the client reaches the controller."""
@@ -435,7 +435,7 @@ class MirrorStatus(google.protobuf.message.Message):
     short_put_count: builtins.int
     """Number of puts that have all required copies but fewer copies than requested."""
     unfetched_put_count: builtins.int
-    """Number of puts taken over from another storage service but not fetched yet."""
+    """Number of puts taken over from a lost storage service but not fetched yet."""
     spilled_bytes: builtins.int
     """Number of used bytes that exist only in the mirror because they were spilled from memory."""
     def __init__(

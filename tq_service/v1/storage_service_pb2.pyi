@@ -270,7 +270,8 @@ class GetRequest(google.protobuf.message.Message):
     JOINS_EXTENTS_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     """`StorageEndpoint.boot_id` from the location of the puts. If the service is not this instance and has not adopted
-    it, the puts are lost, and the get fails with DATA_LOSS.
+    it, the puts are lost, and the get fails with DATA_LOSS. A service that has restarted and has not yet registered
+    returns UNAVAILABLE instead; retry the get later.
     """
     shared_memory_session: builtins.bytes
     """Session on the shared-memory socket, if the client can take shared memory; otherwise empty. A session that is not

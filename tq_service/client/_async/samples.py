@@ -878,9 +878,9 @@ class AsyncSampleCalls(AsyncBase):
             groups: names of the groups whose members are removed.
             rollouts: names of the rollouts whose samples are removed. Can be combined with `groups`.
             skipped_by: a task. The call removes all samples that the task will never receive, which are counted in the
-                task's `skipped_count`: samples that failed before the task claimed them, and samples that the task
-                dead-lettered. If the task needs complete groups, the remaining members of groups that lost a member
-                are also removed. Other tasks may still need these samples.
+                task's `skipped_count`: samples that failed before the task claimed them, samples that the task
+                dead-lettered, and samples that its sampler dropped. If the task needs complete groups, the remaining
+                members of groups that lost a member are also removed. Other tasks may still need these samples.
             where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
                 removed. Without any other selection, the conditions apply to all samples in the partition.
             task_name: a task. If set, the call affects only samples that this task can still receive and that are not
@@ -897,8 +897,8 @@ class AsyncSampleCalls(AsyncBase):
             PartitionNotFoundError: the partition does not exist.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
             LeaseExpiredError: samples of a leased claim are no longer leased to this worker. No sample is removed.
-            TaskNotFoundError: the task named by `skipped_by` or `task_name` has not claimed any samples from the
-                partition yet.
+            TaskNotFoundError: the task named by `skipped_by` or `task_name` is not declared and has not claimed any
+                samples from the partition yet.
             InvalidArgumentError: samples are specified in addition to groups, rollouts or `skipped_by`, or a condition
                 does not match the type of its column.
         """
@@ -972,8 +972,8 @@ class AsyncSampleCalls(AsyncBase):
             FieldNotFoundError: a field has never been put for any sample.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
             LeaseExpiredError: samples of a leased claim are no longer leased to this worker. No value is cleared.
-            TaskNotFoundError: the task named by `skipped_by` or `task_name` has not claimed any samples from the
-                partition yet.
+            TaskNotFoundError: the task named by `skipped_by` or `task_name` is not declared and has not claimed any
+                samples from the partition yet.
             InvalidArgumentError: `data_fields` is empty, a field has group scope but the samples are not selected by
                 groups alone, or the selection is invalid (see `clear_samples`).
         """

@@ -695,14 +695,15 @@ class ClaimCalls(Base):
         incarnation: bytes = b"",
         timeout: float | None = None,
     ) -> EvictedUnits:
-        """Return units evicted by a task's claims (see `unmatched` of `claim`), so that the caller can replace them.
+        """Return units evicted by a task's claims or admission, so that the caller can replace them.
 
-        The service remembers the 65,536 most recently evicted units. To read all units, repeat the call with `after`
-        set to the last unit's serial until the result is empty.
+        See `unmatched` of `claim`, and `overflow` of `Admission`. The service remembers the 65,536 most recently
+        evicted units. To read all units, repeat the call with `after` set to the last unit's serial until the result is
+        empty.
 
         Args:
             partition_id: the partition.
-            task_name: the task whose claims evicted the units.
+            task_name: the task whose claims or admission evicted the units.
             after: serial of the last unit already received. Pass 0 to start with the first unit.
             limit: maximum number of units to return, from 1 to 1,024. If names are very long, fewer units may be
                 returned.
