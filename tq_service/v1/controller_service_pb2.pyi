@@ -494,8 +494,8 @@ class Release(google.protobuf.message.Message):
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration:
         """Age, more than 0, at which samples are released. Samples are kept while one of `tasks` has yet to train on or save
-        their batch. The age is counted from the put, from when the sample becomes live, or from the start of the service,
-        whichever is latest. Unset: no age limit.
+        their batch. The age is counted from the latest of: the put, when the sample becomes live, and the start of the
+        service. Unset: no age limit.
         """
 
     def __init__(
