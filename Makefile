@@ -29,8 +29,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BASE ?= HEAD
 OTHER_PYTHONS := 3.12 3.13
-# A test waits about half of its time, for timeouts and for other processes.
-TEST_PROCESSES ?= $(shell expr 2 \* $$(nproc 2> /dev/null || sysctl -n hw.ncpu) + 1)
+# Some tests wait, so more than one per core; but each spends 20 s of processor time to import and collect the tests.
+TEST_PROCESSES ?= $(shell expr $$(nproc 2> /dev/null || sysctl -n hw.ncpu) + 2)
 # Tests that only read the sources, or the site made of them: `make check` runs them, and `make test` does not run them again.
 LINTS := $(patsubst %,tests/test_%.py,error_metadata layers no_pickle pages site trace_path typing words)
 VENV := .venv
