@@ -397,9 +397,9 @@ class Release:
             completed it. If None, consumption does not release samples.
         tasks: tasks that must complete a sample before it is released. Queue claims for these tasks must be leased. If
             this list is empty, every task declared in the partition's `tasks` must complete the sample.
-        ttl_seconds: time after which a sample is released, even if tasks have not completed it. The time is counted
-            from when the sample is put or becomes live, and starts over when the service starts. A sample is kept for
-            as long as one of `tasks` has yet to train on or save the sample's batch. If None, samples do not expire.
+        ttl_seconds: time after which a sample is released, even if tasks have not completed it. The time is measured
+            from when the sample is put or becomes live. It restarts when the service restarts. A sample is kept for as
+            long as one of `tasks` has yet to train on or save the sample's batch. If None, samples do not expire.
     """
 
     when: ReleaseWhen | None = None

@@ -332,7 +332,7 @@ async def test_the_next_successor_is_asked_where_one_refuses_and_the_first_to_re
         await turns()
         assert {successor for successor, *_ in successors.asked} == {"b", "c"}
         registry.on_heartbeat(successor)  # it could after all
-        with pytest.raises(PreconditionError, match="is alive under instance id"):
+        with pytest.raises(PreconditionError, match="is still running as instance"):
             registry.on_heartbeat(adopted_by(a, successor.run_id, ord("c")))
         assert registry.adoption_counts() == (1, 1)
 

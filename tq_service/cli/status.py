@@ -56,7 +56,7 @@ def command(
             "-w",
             metavar="SECONDS",
             min=0.1,
-            help="Refresh interval of the status, in seconds; on a terminal, each status replaces the previous one.",
+            help="Seconds between refreshes of the status; on a terminal, each refresh replaces the previous status.",
             show_default=False,
         ),
     ] = None,

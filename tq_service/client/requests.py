@@ -673,7 +673,7 @@ def _plain(value: Any) -> Any:
 
 
 class PlacementGrant:
-    """Permission to send a limited number of bytes to certain storage services in rotation, for a limited time.
+    """A time-limited grant to send up to a given number of bytes to a set of storage services in rotation.
 
     The grant ends early if one of the services fails, so that no more puts are sent to a lost or full service.
     Concurrent calls may share a grant. The bytes of concurrent calls are counted with a small delay.

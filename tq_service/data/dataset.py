@@ -663,7 +663,7 @@ class StreamingDataset(IterableDataset[Item]):
         return int(restarted.epoch)
 
     def _state_must_fit(self) -> dict[str, Any]:
-        """Return the arguments that determine a state's position. They must match when the state is loaded."""
+        """Return the arguments that a saved position depends on. They must match when the state is loaded."""
         names = ("task_name", "dp_size", "batch_size", "batch_unit", "micro_batch_size")
         return {name: getattr(self._source.request, name) for name in names}
 

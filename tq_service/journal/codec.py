@@ -2,8 +2,8 @@
 
 A dataclass is encoded as a msgpack map from field names to values. Fields set to their default value are omitted.
 Fields declared with `field(metadata={"is_encoded": False})` are also omitted. Decoding follows the declared types, so
-older data remains readable when a field with a default is added. Decoding an unknown field raises an error, which
-states that a newer version wrote the data.
+older data remains readable when a field with a default is added. Decoding an unknown field raises an error that says
+the data was written by a newer version.
 
 Arrays are encoded as bytes. A range of consecutive integers is encoded as two numbers, regardless of its length.
 `compact` reduces the encoded size of an array but takes additional time. Object arrays may contain strings, tuples and

@@ -144,8 +144,8 @@ def group_write(write: commit_pb2.SampleWrite, put: Put, columns: Sequence[Colum
         )
     if write.key_mode == commit_pb2.KEY_MODE_NEW or len(write.groups) != write.row_count:
         raise InvalidArgumentError(
-            f"write sets of_groups with {len(write.groups)} groups, row_count {write.row_count} and key_mode "
-            f"{KEY_MODES.decode(write.key_mode)}; expected one group per row, and key_mode upsert or existing",
+            f"write has of_groups set, but contains {len(write.groups)} groups for {write.row_count} rows, and "
+            f"key_mode {KEY_MODES.decode(write.key_mode)}; expected one group per row, and key_mode upsert or existing",
             field="groups" if len(write.groups) != write.row_count else "key_mode",
         )
     return GroupsWritten(

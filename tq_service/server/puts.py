@@ -626,7 +626,7 @@ class Commits:
             request: commit request that describes the samples to write.
             put: put that contains the cells.
             columns: columns of the put.
-            for_existing_rows: whether the put may use the capacity reserved for rows of existing samples. The commit of
+            for_existing_rows: whether the put may use the capacity reserved for rows of existing samples. Committing
                 such a put must not create samples.
             check: function that raises an error if the put no longer exists.
         """

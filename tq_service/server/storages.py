@@ -284,8 +284,8 @@ class StorageRegistry:
         replaced = self._find(*instance)
         if replaced is not None and not replaced.is_silent and instance not in self.adoptions.lost:
             raise PreconditionError(
-                f"storage service {instance[0]!r} is alive under instance id {instance[1].hex()} at "
-                f"{replaced.endpoint.address}. Release the puts that were taken over from it"
+                f"storage service {instance[0]!r} is still running as instance {instance[1].hex()} at "
+                f"{replaced.endpoint.address}. Release the puts taken over from it"
             )
         if replaced is not None:
             self._close(replaced)

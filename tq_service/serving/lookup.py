@@ -788,9 +788,9 @@ class ClearingFields(Clearing):
         selection = self.selection
         if not selection.groups or selection.rollouts or selection.has_conditions:
             raise InvalidArgumentError(
-                f"field {name!r} of partition {partition.partition_id!r} has group scope, but the selection "
-                f"has samples, rollouts or conditions. The field can be cleared only for entire groups. "
-                f"Select only groups.",
+                f"field {name!r} of partition {partition.partition_id!r} has group scope and can be "
+                f"cleared only for entire groups, but the selection includes samples, rollouts or conditions. "
+                f"Select groups only.",
                 field="data_fields",
                 metadata={"field_name": name},
             )

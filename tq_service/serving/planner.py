@@ -310,7 +310,7 @@ class WaitQueue:
     # Turns
 
     def put(self, line: Line) -> None:
-        """If a parked line contains a waiting call, queue the line for a turn."""
+        """If a line is parked but contains a waiting call, schedule the line for a turn."""
         if line.state is LineState.PARKED and line.first() is not None:
             line.state = LineState.QUEUED
             heapq.heappush(self._turns, (line.order, line))

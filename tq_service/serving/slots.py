@@ -221,8 +221,8 @@ class _Prompts:
         keys = prompts.key[prompts.positions_of(rows)].tolist()
         if None in keys:
             raise InvalidArgumentError(
-                f"sample {int(rows[keys.index(None)])} of partition {self._partition_id!r} has no key; expected a key, "
-                f"because the key names the prompt's slots. Put prompts with keys.",
+                f"sample {int(rows[keys.index(None)])} of partition {self._partition_id!r} has no key; a prompt "
+                f"needs a key, after which its slots are named. Pass keys when putting prompts.",
                 field="admit",
             )
         known = slots.groups.find(keys) if count > 1 else np.zeros(0, np.int64)
@@ -246,7 +246,7 @@ class _Prompts:
 
 
 def admitted_slots(catalog: Catalog, partition: Partition, task_name: str, claim: Claim) -> tuple[Partition, Claim]:
-    """Return the partition of the slots created with a claim, and the claim that leases the slots.
+    """Return the partition that contains a claim's slots, and the claim under which the slots are leased.
 
     Raises:
         SamplesClearedError: some of the claim's slots have been cleared.

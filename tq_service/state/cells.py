@@ -297,8 +297,8 @@ class CellTable:
         extents: extents of grown cells.
         write_once: names of fields whose cells can be written only once.
         shared: names of fields whose cells belong to groups. All shared fields are declared.
-        former_specs: last known specs of the fields whose last cells were most recently removed. If a rank requests a
-            batch whose cells have been cleared, `former_specs` describes the batch's fields.
+        former_specs: specs of the fields that most recently lost all of their cells. If a rank requests a batch whose
+            cells have been cleared, `former_specs` describes the batch's fields.
     """
 
     __slots__ = (

@@ -156,7 +156,7 @@ class Blob:
         return memoryview(self.memory)[: self.size]
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Fill `target` with the blob's bytes starting at `start`. Safe to call in any thread while the blob is pinned.
+        """Fill `target` with the blob's bytes starting at `start`. Safe in any thread while the blob is pinned.
 
         Raises:
             OSError: the bytes cannot be read.
@@ -169,7 +169,7 @@ class Blob:
             self.read_into(target, start)
 
     def write_from(self, data: Buffer, start: int) -> None:
-        """Copy `data` into the blob, starting at `start`. Safe to call in any thread while the blob is pinned.
+        """Copy `data` into the blob, starting at `start`. Safe in any thread while the blob is pinned.
 
         Raises:
             OSError: the bytes cannot be written.

@@ -234,7 +234,7 @@ class Admission:
             if not isinstance(error, TimeoutError):
                 raise
             raise QuotaExceededError(
-                f"no capacity became available for {waiter.size} bytes by the deadline: {self.used_bytes} of "
+                f"no capacity for {waiter.size} bytes became available by the deadline: {self.used_bytes} of "
                 f"{self.max_bytes} bytes are in use{in_front}. Clear consumed samples, or raise max_bytes.",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
                 metadata={
