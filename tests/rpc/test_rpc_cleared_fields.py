@@ -232,7 +232,7 @@ def test_fields_of_groups_are_cleared_by_the_names_of_groups(client: AnyClient) 
         {"target": "train", "groups": ["g"], "rollouts": ["r"]},
     ):
         with pytest.raises(
-            tq.errors.InvalidArgumentError, match=r"'pixels' .* has group scope.* Select only groups"
+            tq.errors.InvalidArgumentError, match=r"'pixels' .* has group scope.* Select groups only"
         ) as raised:
             client.clear_fields(**selection, data_fields=["ids", "pixels"])
         assert raised.value.field == "data_fields"
