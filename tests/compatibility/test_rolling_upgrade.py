@@ -42,6 +42,7 @@ def follows(client: tq.Client, count: int) -> bool:
     return len(controllers) == count and not any(controller.lag_count for controller in controllers)
 
 
+@pytest.mark.timeout(400)  # on a busy machine; a quiet one takes 20 s
 def test_a_cluster_is_upgraded_process_by_process_and_back(etcd: str, tmp_path: Path) -> None:
     older = Release.unpacked(NEWEST, tmp_path / "unpacked")
     secret = ("--internal-secret-file", str(tmp_path / "secret"))
