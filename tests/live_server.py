@@ -101,25 +101,11 @@ class LiveServer:
         """A channel of its own; most tests have clients instead, and do not open it."""
         return grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
 
-    @cached_property
-    def controller(self) -> ControllerServiceStub:
-        """The calls of the controller."""
-        return ControllerServiceStub(self.channel)
-
-    @cached_property
-    def storage(self) -> StorageServiceStub:
-        """The calls of the storage service."""
-        return StorageServiceStub(self.channel)
-
-    @cached_property
-    def registry(self) -> StorageRegistryServiceStub:
-        """The calls that storage services make to the controller."""
-        return StorageRegistryServiceStub(self.channel)
-
-    @cached_property
-    def control(self) -> StorageControlServiceStub:
-        """The calls that the controller makes to storage services."""
-        return StorageControlServiceStub(self.channel)
+    # The calls of the services, to clients and to each other.
+    controller = cached_property(lambda self: ControllerServiceStub(self.channel))
+    storage = cached_property(lambda self: StorageServiceStub(self.channel))
+    registry = cached_property(lambda self: StorageRegistryServiceStub(self.channel))
+    control = cached_property(lambda self: StorageControlServiceStub(self.channel))
 
     @property
     def as_service(self) -> Any:

@@ -93,7 +93,8 @@ def test_samples_in_no_pack_are_left_out() -> None:
 
 
 def test_a_plan_for_packs_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 padding tokens; expected 6 padding tokens, to fill pack_max_length = 11"):
+    not_filled = "5 tokens and 5 padding tokens; expected 6 padding tokens, to fill pack_max_length = 11"
+    with pytest.raises(ValueError, match=not_filled):
         packs_of(random_samples(LENGTHS), meta_of([[0]]), pack_max_length=11)
     with pytest.raises(ValueError, match="the batch has 1 rows, but its meta has 5 samples"):
         packs_of(random_samples([5]), meta_of([[0]]))

@@ -152,7 +152,7 @@ def test_small_plans_may_run_on_the_loop():
         ({"tokens_per_rank": 5, "overlong": "cut"}, "overlong: got 'cut', expected"),
         (
             {"tokens_per_rank": 9, "tokens_per_micro_batch": 5, "overlong": "truncate", "align": 2},
-            "got 5; expected a multiple",
+            r"got 5; expected a multiple of align, which is 2$",
         ),
         ({"tokens_per_rank": 5, "length_key": ""}, "length_key: got an empty name"),
         ({"tokens_per_rank": 5, "incomplete_groups": "drop"}, "incomplete_groups: got 'drop'"),
