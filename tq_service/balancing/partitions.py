@@ -414,7 +414,7 @@ def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: 
 
 
 class _Sets:
-    """Sets of items and the sum of each set. `values[s]` contains the length of each item in `items[s]`."""
+    """Sets of items and the sum of each set. `_values[s]` contains the length of each item in `items[s]`."""
 
     def __init__(self, lengths: Int64s, partitions: list[Int64s], *, keep_sizes: bool) -> None:
         self.items = [part.copy() for part in partitions]
@@ -470,7 +470,10 @@ class _Sets:
         return None
 
     def _any_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the exchange with any set in `others` that minimizes the larger of the two resulting sums, or None."""
+        """Return the exchange with any set in `others` that minimizes the larger of the two resulting sums, or None.
+
+        If there are more than `_MOST_PAIRS` possible exchanges, return the one that `_first_exchange` finds.
+        """
         given = self._values[heaviest]
         offered = [self._offered(heaviest, other) for other in others.tolist()]
         owners = np.repeat(others, [values.size for values in offered]) if offered else others

@@ -191,7 +191,7 @@ def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
 
 
 def object_bytes(value: Any) -> int:
-    """Return the total size of the tensors, arrays, strings and PIL images in a value, at any depth of nesting."""
+    """Estimate the bytes of the tensors, arrays, strings and PIL images in a value, at any depth of nesting."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, np.ndarray) and value.dtype.hasobject:

@@ -218,7 +218,7 @@ class ClusterMember:
         )
 
     async def _watch_lease(self, lease: Lease, on_standing: Callable[[bool], None]) -> None:
-        """Report when, according to the clock, the lease may have expired. This works even if etcd is unreachable."""
+        """Report when the lease may have expired, and when it is held again. Needs only the clock, not etcd."""
         was_held = True
         while True:
             await asyncio.sleep(max(_LOOK_SECONDS, lease.held_until - time.monotonic()))

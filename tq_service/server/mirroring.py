@@ -188,7 +188,7 @@ class Mirroring:
         own: StorageEngine,
         search_id: bytes,
     ) -> Adopted:
-        """Adopt the puts of a lost instance. First, end any earlier adoption and release the puts it adopted."""
+        """Adopt the puts of a lost instance, after ending any adoption for an earlier search and releasing its puts."""
         if earlier is not None:
             earlier.cancel()
             await asyncio.wait((earlier,))

@@ -219,7 +219,8 @@ class StorageServicer:
         shared_memory: server that shares memory with clients on this host, or None if shared memory is off.
         bulk: server that transfers the bytes of large puts and gets, or None if the bulk port is off.
         bulk_address: address of the bulk port, sent to clients as `StatResponse.bulk_address`.
-        stall_seconds: time after which a stream is ended if the client transfers no bytes.
+        stall_seconds: time within which a client must transfer at least 64 KiB; otherwise, the stream is
+            ended.
         min_stream_rate_bytes: minimum combined transfer rate of all streams, in bytes per second, while puts wait for
             capacity.
         waiting: counter of calls waiting for capacity.

@@ -437,9 +437,9 @@ class RunsPlans(Protocol):
         ...
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler off the event loop within a time limit. Return the validated plan, or None if there is none.
+        """Run a sampler within a time limit. Return the validated plan, or None if there is none.
 
-        Raises only TqError.
+        A sampler runs in a thread, unless its `plan` is a coroutine function. Raises only TqError.
         """
         ...
 

@@ -421,7 +421,11 @@ def offsets_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def extent_count(spec: FieldSpec) -> int:
-    """Return the number of extents per row: 0 for dense rows, 1 for objects, or 2 for objects in several encodings."""
+    """Return the number of extents per row.
+
+    This is 0 for dense rows, the number of ragged dimensions for ragged rows, 1 for objects, and 2 for objects in
+    several encodings.
+    """
     if spec.layout is Layout.OBJECT:
         return 1 if spec.encoding is not None else 2
     return len(spec.ragged_dims)

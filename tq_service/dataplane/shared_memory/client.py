@@ -279,7 +279,7 @@ class HostLink:
         """Open a session if the service that sent `stat` is on this host. If none is opened, a later call retries.
 
         This method waits for other threads that are opening the session, and then for the service, up to `seconds`
-        each.
+        each. `seconds` is limited to the range from `_LEAST_SECONDS` to `_EXCHANGE_SECONDS`.
         """
         seconds = min(max(seconds, _LEAST_SECONDS), _EXCHANGE_SECONDS)
         if not self._opening.acquire(timeout=seconds):
